@@ -1,0 +1,77 @@
+"""API keys: who may ask, and for which models.
+
+Keys are stored as SHA-256 of their bytes (random keys need no salt or stretching) and compared
+in constant time. Without configured keys the gateway is open; ``main`` allows that on loopback
+only, unless the operator says otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from hmac import compare_digest
+from typing import TYPE_CHECKING
+
+from app.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from app.config import KeySettings
+
+
+def hash_key(key: str) -> str:
+    """The form in which a key is configured: ``sha256:`` and 64 hex digits."""
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+class Keys:
+    """The configured keys."""
+
+    def __init__(self, keys: list[KeySettings]) -> None:
+        self._keys = keys
+        self.open = not keys
+
+    def identify(self, headers: Mapping[bytes, bytes]) -> KeySettings | None:
+        """The caller's key; None when the gateway is open. Raises ``ApiError`` 401."""
+        if self.open:
+            return None
+        given = _presented(headers)
+        if given:
+            digest = hash_key(given).encode()
+            # Every key is compared, so that time says nothing about which one is near.
+            match = [key for key in self._keys if compare_digest(key.hash.encode(), digest)]
+            if match:
+                return match[0]
+        raise ApiError(
+            401,
+            "Incorrect API key provided." if given else "No API key provided.",
+            kind="invalid_request_error",
+            code="invalid_api_key",
+        )
+
+    def require_admin(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises ``ApiError`` 401 or 403 unless the caller may administer."""
+        key = self.identify(headers)
+        if key is not None and not key.admin:
+            raise ApiError(
+                403, "This key may not administer.", kind="permission_error", code="not_admin"
+            )
+
+    @staticmethod
+    def require_model(key: KeySettings | None, model: str) -> None:
+        """Raises ``ApiError`` 403 when ``key`` may not use ``model``."""
+        if key is not None and key.models is not None and model not in key.models:
+            raise ApiError(
+                403,
+                f"This key may not use the model {model!r}.",
+                kind="permission_error",
+                param="model",
+                code="model_not_allowed",
+            )
+
+
+def _presented(headers: Mapping[bytes, bytes]) -> str:
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and token.strip():
+        return token.strip().decode("latin-1")
+    return headers.get(b"x-api-key", b"").strip().decode("latin-1")

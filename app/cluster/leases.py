@@ -1,0 +1,325 @@
+"""Leases from the replica's side: held by one request, ended once, kept alive by a heartbeat.
+
+Ending a lease never waits: the release goes onto the link in the same step that decides it,
+so no cancellation can come between (BerriAI/litellm#28160). What Redis has not confirmed stays
+on the books and is sent again by the heartbeat; a lease id is minted before its first call and
+every script is idempotent by it, so sending again is always safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Self
+
+from app.cluster.link import NoScript
+from app.cluster.registry import UnknownNode
+from app.errors import AttemptFailed, RedisAway, Refused
+from app.model import Ask, Grant, Node, Outcome, Refusal
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from app.cluster.registry import Registry
+    from app.cluster.scripts import Scripts
+
+log = logging.getLogger("leaseway.leases")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """What a lease is released with; kept until Redis has confirmed."""
+
+    outcome: Outcome
+    cool_ms: int = 0
+    tokens: int = 0
+    decode_us: int = 0
+
+
+class Leases:
+    """All leases of this replica in one pool.
+
+    Three books: ``_pending`` (asked for: may exist), ``_held`` (known to exist: lease id → its
+    record as Redis wrote it), ``_returning`` (release sent, not confirmed). Whatever Redis
+    knows beyond these is an orphan; whatever is held and unknown to Redis was lost there.
+    """
+
+    def __init__(
+        self, scripts: Scripts, registry: Registry, *, replica: str, boot: str, ttl_ms: int
+    ) -> None:
+        self._scripts = scripts
+        self._registry = registry
+        self._replica = replica
+        self._boot = boot
+        self._ttl_ms = ttl_ms
+        self._minted = 0
+        self._pending: set[str] = set()
+        self._held: dict[str, str] = {}
+        self._returning: dict[str, _Ending] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Leases {self._replica}: {len(self._held)} held, {len(self._pending)} pending, "
+            f"{len(self._returning)} returning>"
+        )
+
+    @property
+    def held(self) -> int:
+        """Leases held now."""
+        return len(self._held)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is held, asked for or waiting for a confirmation."""
+        return not (self._held or self._pending or self._returning)
+
+    def hold(self, ask: Ask) -> Lease:
+        """``async with leases.hold(ask) as lease``: leased on entry, ended on every exit.
+
+        Entry raises ``Refused`` or ``RedisAway``.
+        """
+        return Lease(self, ask)
+
+    def _mint(self) -> str:
+        self._minted += 1
+        lease_id = f"{self._boot}-{self._minted:x}"
+        self._pending.add(lease_id)
+        return lease_id
+
+    async def _acquire(self, ask: Ask) -> tuple[Grant, Node]:
+        lease_id = self._mint()
+        try:
+            answer = await self._scripts.acquire(
+                lease_id,
+                ask.model,
+                replica=self._replica,
+                ttl_ms=self._ttl_ms,
+                size=ask.prompt_tokens,
+            )
+            return await self._granted(lease_id, ask, answer)
+        except BaseException:
+            # The answer was lost, or the client left while the call was on the wire.
+            self._give_back(lease_id, _Ending(Outcome.ABANDONED))
+            raise
+
+    async def _move(
+        self, ask: Ask, old: str, failure: AttemptFailed, tried: list[str]
+    ) -> tuple[Grant, Node]:
+        lease_id = self._mint()
+        ending = _Ending(failure.outcome, failure.cool_ms)
+        self._held.pop(old, None)
+        self._returning[old] = ending  # the move ends it; if the answer is lost, a release does
+        try:
+            answer = await self._scripts.move(
+                lease_id,
+                ask.model,
+                replica=self._replica,
+                ttl_ms=self._ttl_ms,
+                size=ask.prompt_tokens,
+                old=old,
+                outcome=ending.outcome,
+                cool_ms=ending.cool_ms,
+                tried=tried,
+            )
+        except BaseException:
+            self._give_back(old, ending)
+            self._give_back(lease_id, _Ending(Outcome.ABANDONED))
+            raise
+        self._returning.pop(old, None)
+        try:
+            return await self._granted(lease_id, ask, answer)
+        except BaseException:
+            self._give_back(lease_id, _Ending(Outcome.ABANDONED))
+            raise
+
+    async def _granted(
+        self, lease_id: str, ask: Ask, answer: Grant | Refusal
+    ) -> tuple[Grant, Node]:
+        if isinstance(answer, Refusal):
+            self._pending.discard(lease_id)
+            raise Refused(answer)
+        record = f"{answer.node_id} {answer.epoch} {answer.start_ms} {ask.prompt_tokens}"
+        self._pending.discard(lease_id)
+        self._held[lease_id] = record
+        node = self._registry.known(answer.node_id, answer.epoch)
+        if node is None:
+            try:
+                node = await self._registry.fetch(answer.node_id)
+            except UnknownNode as exc:  # removed between the pick and this read
+                raise Refused(Refusal("down", 1000)) from exc
+        return answer, node
+
+    def _first_token(self, lease_id: str, ttft_us: int) -> None:
+        """Record a sample, off the client's path: a lost one is not worth a wait."""
+        self._spawn_on_noscript(
+            self._scripts.first_token(lease_id, replica=self._replica, ttft_us=ttft_us)
+        )
+
+    def _give_back(self, lease_id: str, ending: _Ending) -> None:
+        """Send the release now and keep it on the books until Redis has confirmed."""
+        known = lease_id in self._held or lease_id in self._pending or lease_id in self._returning
+        if not known:
+            return
+        self._held.pop(lease_id, None)
+        self._pending.discard(lease_id)
+        self._returning[lease_id] = ending
+        sent = self._scripts.send_release(
+            lease_id,
+            replica=self._replica,
+            outcome=ending.outcome,
+            cool_ms=ending.cool_ms,
+            tokens=ending.tokens,
+            decode_us=ending.decode_us,
+        )
+        sent.add_done_callback(partial(self._confirmed, lease_id))
+
+    def _confirmed(self, lease_id: str, sent: asyncio.Future[Any]) -> None:
+        error = None if sent.cancelled() else sent.exception()
+        if isinstance(error, NoScript):
+            self._spawn_on_noscript(self._settle(lease_id))
+        elif isinstance(error, RedisAway) or sent.cancelled():
+            return  # stays in _returning: the heartbeat sends it again
+        else:
+            self._returning.pop(lease_id, None)
+            if error is not None:
+                log.error("release of %s was refused: %s", lease_id, error)
+
+    async def _settle(self, lease_id: str) -> None:
+        """Release an unconfirmed lease and wait for the confirmation."""
+        ending = self._returning.get(lease_id)
+        if ending is not None:
+            await self._scripts.release(
+                lease_id,
+                replica=self._replica,
+                outcome=ending.outcome,
+                cool_ms=ending.cool_ms,
+                tokens=ending.tokens,
+                decode_us=ending.decode_us,
+            )
+            self._returning.pop(lease_id, None)
+
+    def _spawn_on_noscript(self, call: Any) -> None:
+        task = asyncio.ensure_future(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned_done)
+
+    def _spawned_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            level = logging.DEBUG if isinstance(error, RedisAway) else logging.ERROR
+            log.log(level, "call after the fact failed: %s", error)
+
+    async def beat(self) -> bool:
+        """One heartbeat: renew, and when the books differ from Redis', mend both.
+
+        Returns False when Redis did not know this replica (first beat, reaped, or flushed).
+        Raises ``RedisAway``.
+        """
+        # On one FIFO link the count is exact: what was sent before this call is what Redis
+        # has seen. Pending and returning leases may or may not be among them.
+        low, maybe = len(self._held), len(self._pending) + len(self._returning)
+        count, known = await self._scripts.renew(replica=self._replica, ttl_ms=self._ttl_ms)
+        for lease_id in list(self._returning):
+            await self._settle(lease_id)
+        if not known or not low <= count <= low + maybe:
+            await self._reconcile()
+        return known
+
+    async def _reconcile(self) -> None:
+        """Make Redis' list of this replica's leases and the replica's own agree."""
+        held_before = dict(self._held)
+        listed = await self._scripts.listed(self._replica)
+        missing = [
+            (lease_id, record)
+            for lease_id, record in held_before.items()
+            if lease_id not in listed and lease_id in self._held
+        ]
+        for start in range(0, len(missing), 100):
+            back = await self._scripts.reassert(
+                missing[start : start + 100], replica=self._replica, ttl_ms=self._ttl_ms
+            )
+            log.warning("put back %d leases that Redis had lost", back)
+        own = self._pending | self._held.keys() | self._returning.keys()
+        for lease_id in listed - own:
+            log.warning("released %s: Redis knew a lease that this replica does not hold", lease_id)
+            self._returning[lease_id] = _Ending(Outcome.ABANDONED)
+            await self._settle(lease_id)
+
+    async def leave(self) -> None:
+        """Sign off: an expiry of now lets any reaper, first of all this one, end what is left."""
+        await self._scripts.renew(replica=self._replica, ttl_ms=0)
+        while (await self._scripts.reap())[2]:
+            pass
+
+
+class Lease:
+    """One request's lease. It moves from node to node until the first byte; it ends once.
+
+    ``node`` is the present node, ``tried`` the ids of all nodes that this request has had,
+    in order; ``attempts`` their number.
+    """
+
+    __slots__ = ("_ask", "_ended", "_leases", "grant", "node", "started", "tried")
+
+    def __init__(self, leases: Leases, ask: Ask) -> None:
+        self._leases = leases
+        self._ask = ask
+        self._ended = False
+        self.tried: list[str] = []
+        self.grant: Grant
+        self.node: Node
+        self.started = 0.0
+
+    @property
+    def attempts(self) -> int:
+        """How many nodes this request has been leased."""
+        return len(self.tried)
+
+    async def __aenter__(self) -> Self:
+        self._now_on(await self._leases._acquire(self._ask))
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc is None or isinstance(exc, asyncio.CancelledError):
+            self.end(Outcome.ABANDONED)
+        elif isinstance(exc, AttemptFailed):
+            self.end(exc.outcome, cool_ms=exc.cool_ms)
+        else:
+            self.end(Outcome.ABANDONED)  # our own fault: says nothing about the node
+
+    async def move(self, failure: AttemptFailed) -> None:
+        """End this attempt with ``failure`` and lease another node, in one step.
+
+        Raises ``Refused`` (the old lease is ended all the same) or ``RedisAway``.
+        """
+        self._ended = True
+        self._now_on(await self._leases._move(self._ask, self.grant.lease_id, failure, self.tried))
+        self._ended = False
+
+    def _now_on(self, granted: tuple[Grant, Node]) -> None:
+        self.grant, self.node = granted
+        self.started = monotonic()
+        self.tried.append(self.node.id)
+
+    def first_token(self) -> None:
+        """Record the TTFT of this attempt; call at the first generated content."""
+        ttft_us = int((monotonic() - self.started) * 1e6)
+        self._leases._first_token(self.grant.lease_id, ttft_us)
+
+    def end(
+        self, outcome: Outcome, *, cool_ms: int = 0, tokens: int = 0, decode_us: int = 0
+    ) -> None:
+        """End the lease; the first call counts, later ones do nothing. Never waits."""
+        if self._ended:
+            return
+        self._ended = True
+        self._leases._give_back(self.grant.lease_id, _Ending(outcome, cool_ms, tokens, decode_us))

@@ -1,0 +1,193 @@
+"""The side observer: what an answer says about itself, read beside the forwarded bytes.
+
+It decides when the first token came, counts tokens, and sees usage, finish and errors. It
+never changes a byte. An SSE stream is handed on in whole events (a cut inside an event, or
+inside a character, is healed by waiting for the rest), which also makes an honest ending
+possible: what the client has is always complete events. Memory is bounded: an event larger
+than ``_EVENT_BYTES`` is passed through as it comes.
+
+SSE: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+_EVENT_BYTES = 64 * 1024
+_JSON_BYTES = 256 * 1024
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_MARKS = (b'"usage":{', b'"usage": {', b'"finish_reason":"', b'"finish_reason": "', b"[DONE]")
+_BOM_DATA = b"\xef\xbb\xbfdata:"
+_ERROR_MARK = b'"error"'
+_COUNTS = re.compile(rb'"(prompt_tokens|completion_tokens)"\s*:\s*(\d+)')
+
+
+class Observed:
+    """What is known of an answer so far.
+
+    ``first_token``: generated content was seen; ``tokens``: the node's own count where it gave
+    one, else content events; ``error``: the message of an error object inside the answer;
+    ``ended``: the answer said that it is complete.
+    """
+
+    __slots__ = ("_events", "ended", "error", "first_token", "output_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.first_token = False
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.error: str | None = None
+        self.ended = False
+        self._events = 0
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens."""
+        return self.output_tokens or self._events
+
+    def book_usage(self, usage: Any) -> None:
+        """Take the node's own counts (OpenAI ``usage`` object)."""
+        if isinstance(usage, dict):
+            self.prompt_tokens = _count(usage.get("prompt_tokens"))
+            self.output_tokens = _count(usage.get("completion_tokens"))
+
+
+class EventStream(Observed):
+    """Observer of ``text/event-stream``."""
+
+    __slots__ = ("_passing", "_tail", "committed")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tail = b""
+        self._passing = False  # inside an event too large to hold
+        self.committed = False  # at least one whole event (or comment) has gone by
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take what a read returned; get the whole events so far, b"" when there are none."""
+        data = self._tail + chunk if self._tail else chunk
+        cut = len(data) if data.endswith(b"\n\n") else _boundary(data)
+        if cut == 0:
+            if len(data) <= _EVENT_BYTES and not self._passing:
+                self._tail = data
+                return b""
+            self._tail, self._passing = b"", True
+            self.first_token = self.committed = True
+            return data
+        ready, self._tail = (data, b"") if cut == len(data) else (data[:cut], data[cut:])
+        self._passing = False
+        self.committed = True
+        self._look(ready)
+        return ready
+
+    def rest(self) -> bytes:
+        """What is left when the stream has ended properly: an unterminated last event."""
+        rest, self._tail = self._tail, b""
+        if rest:
+            self._look(rest)
+        return rest
+
+    @property
+    def between_events(self) -> bool:
+        """Whether the bytes handed on so far end at the end of an event."""
+        return not self._passing
+
+    def _look(self, ready: bytes) -> None:
+        if self.first_token:
+            self._events += ready.count(b"data:")
+            if _ERROR_MARK not in ready and not any(mark in ready for mark in _MARKS):
+                return
+        fields: list[bytes] = []
+        for line in _LINE_END.split(ready):
+            if line.startswith((b"data:", _BOM_DATA)):
+                fields.append(line.partition(b":")[2].strip())
+            elif not line and fields:
+                self._event(b"\n".join(fields))
+                fields = []
+        if fields:
+            self._event(b"\n".join(fields))
+
+    def _event(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.ended = True
+            return
+        try:
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            return  # not ours to judge: the bytes pass
+        if not isinstance(event, dict):
+            return
+        if event.get("error"):
+            self.error = _message(event["error"])
+        if event.get("usage"):
+            self.book_usage(event["usage"])
+        for choice in event.get("choices") or ():
+            if isinstance(choice, dict):
+                self._choice(choice)
+
+    def _choice(self, choice: dict[str, Any]) -> None:
+        delta = choice.get("delta")
+        generated = choice.get("text") or (
+            isinstance(delta, dict) and any(v for k, v in delta.items() if k != "role")
+        )
+        if generated and not self.first_token:
+            self.first_token = True
+            self._events += 1
+        if choice.get("finish_reason"):
+            self.ended = True
+
+
+class JsonBody(Observed):
+    """Observer of an answer in one piece."""
+
+    __slots__ = ("_parts", "_size")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take a part; parts beyond the bound are kept only as far as counts may be in them."""
+        self._size += len(chunk)
+        if self._size > _JSON_BYTES:
+            self._parts = [b"".join(self._parts)[-4096:], chunk]
+        else:
+            self._parts.append(chunk)
+        return chunk
+
+    def rest(self) -> bytes:
+        """The answer is whole: read its usage. Nothing is held back."""
+        self.ended = True
+        body = b"".join(self._parts)
+        if self._size > _JSON_BYTES:
+            self.book_usage({k.decode(): int(v) for k, v in _COUNTS.findall(body[-4096:])})
+            return b""
+        try:
+            answer = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return b""
+        if isinstance(answer, dict):
+            if answer.get("error"):
+                self.error = _message(answer["error"])
+            self.book_usage(answer.get("usage"))
+        return b""
+
+
+def _boundary(data: bytes) -> int:
+    """End of the last blank line in ``data``; 0 when there is none."""
+    end = max(data.rfind(b"\n\n"), data.rfind(b"\n\r"), data.rfind(b"\r\r")) + 2
+    if end == 1:
+        return 0
+    return end + 1 if data[end - 1 : end + 1] == b"\r\n" else end
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", "") if isinstance(error, dict) else error) or "error"

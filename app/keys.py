@@ -1,0 +1,52 @@
+"""The one address of every Redis key name.
+
+All keys of a pool carry its hash tag ``{pool}``, so a pool lives in one cluster slot and every
+script may touch them together. The namespace is a prefix, ``lw`` by default; when the meaning
+of stored data changes, the prefix changes with it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+
+class PoolKeys:
+    """Key names of one pool. ``prefix`` is what scripts build per-node and per-model keys from."""
+
+    __slots__ = ("leases_prefix", "nodes", "prefix", "replicas")
+
+    def __init__(self, namespace: str, pool: str) -> None:
+        self.prefix = f"{namespace}:{{{pool}}}:"
+        self.nodes = self.prefix + "nodes"
+        self.replicas = self.prefix + "replicas"
+        self.leases_prefix = self.prefix + "leases:"
+
+    def node(self, node_id: str) -> str:
+        """HASH: the node's record."""
+        return f"{self.prefix}node:{node_id}"
+
+    def active(self, node_id: str) -> str:
+        """STRING: leases in flight on the node."""
+        return f"{self.prefix}active:{node_id}"
+
+    def ttft(self, node_id: str) -> str:
+        """LIST: the last W samples, ``ttft_us:prompt_tokens:taken_at_ms``, newest first."""
+        return f"{self.prefix}ttft:{node_id}"
+
+    def score(self, model: str) -> str:
+        """ZSET: node → live score; highest wins, 0 = not eligible."""
+        return f"{self.prefix}score:{model}"
+
+    def due(self, model: str) -> str:
+        """ZSET: node → time (ms) at which an open or cooling node may be tried again."""
+        return f"{self.prefix}due:{model}"
+
+    def leases(self, replica: str) -> str:
+        """HASH: lease id → ``node epoch start_ms prompt_tokens``."""
+        return self.leases_prefix + replica
+
+
+@lru_cache(maxsize=256)
+def pool_keys(namespace: str, pool: str) -> PoolKeys:
+    """The keys of ``pool``; cached because every request asks for them."""
+    return PoolKeys(namespace, pool)

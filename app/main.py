@@ -1,0 +1,98 @@
+"""Wiring and lifespan of one replica; no logic."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import signal
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from app.admission.keys import Keys
+from app.cluster.embedded import EmbeddedValkey
+from app.cluster.replica import Replica
+from app.control.plane import control_plane
+from app.errors import ConfigError
+from app.gateway.forward import Forward
+from app.gateway.path import DataPlane
+from app.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from app.config import Settings
+
+log = logging.getLogger("leaseway")
+
+
+def create_app(settings: Settings, redis_url: str, replica_id: str | None = None) -> DataPlane:
+    """One replica as an ASGI app: the data plane in front of the control plane.
+
+    Must be called inside the event loop that will serve it. Raises ``ConfigError``.
+    """
+    replica = Replica(settings, redis_url, replica_id)
+    forward = Forward(settings.timeouts)
+    keys = Keys(settings.keys)
+    metrics = Metrics()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        await replica.start()
+        try:
+            yield
+        finally:
+            await replica.stop()
+            forward.close()
+
+    control = control_plane(settings, replica, keys, metrics, lifespan=lifespan)
+    return DataPlane(settings, replica, forward, keys, metrics, control)
+
+
+async def serve(settings: Settings, replica_id: str | None = None) -> None:
+    """Run one replica until SIGTERM or SIGINT. Raises ``ConfigError``."""
+    _refuse_open_door(settings)
+    async with contextlib.AsyncExitStack() as stack:
+        redis_url = settings.redis.url
+        if redis_url is None:
+            valkey = await stack.enter_async_context(EmbeddedValkey())
+            redis_url = valkey.url
+            log.warning(
+                "no redis.url: started an embedded Valkey at %s, this replica's own", redis_url
+            )
+        app = create_app(settings, redis_url, replica_id)
+        config = uvicorn.Config(
+            app,
+            host=settings.server.host,
+            port=settings.server.port,
+            http="httptools",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=settings.server.keep_alive_s,
+            timeout_graceful_shutdown=settings.server.drain_s,
+        )
+        # uvicorn raises the signal again when it is done; that must not turn a clean end into
+        # a death by signal.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        log.info("listening on http://%s:%d", settings.server.host, settings.server.port)
+        await uvicorn.Server(config).serve()
+
+
+def _refuse_open_door(settings: Settings) -> None:
+    if settings.keys:
+        return
+    host = settings.server.host
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback and not settings.server.open_without_keys:
+        raise ConfigError(
+            f"server.host = {host!r}: without keys the gateway is open on loopback only; "
+            "configure keys, bind 127.0.0.1, or set server.open_without_keys: true"
+        )
+    log.warning("no keys are configured: everyone who can reach %s may use the gateway", host)

@@ -1,0 +1,74 @@
+"""The words of the project as plain values (docs: README, "Words")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """How one attempt on one node ended; the scripts know the same words."""
+
+    OK = "ok"
+    FAILED = "failed"  # connect error, reset, 5xx, stall, malformed, truncated, error event
+    SATURATED = "saturated"  # 429, or 503 that says busy: cool down, not broken
+    REJECTED = "rejected"  # any other 4xx: the client's mistake, passed through
+    ABANDONED = "abandoned"  # the client left
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One inference server, as the registry knows it.
+
+    ``url`` is the base without a trailing slash and without ``/v1``. ``epoch`` changes when a
+    node is added anew under the same id. ``weight`` is K of the score, ``capacity`` the
+    cluster-wide cap on in-flight leases.
+    """
+
+    id: str
+    url: str
+    pool: str = "default"
+    weight: float = 1.0
+    capacity: int = 64
+    models: tuple[str, ...] = ()
+    engine: str = "auto"
+    api_key_env: str | None = None
+    state: str = "active"
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What routing needs to know of a request: model, pool and prompt size in tokens."""
+
+    model: str
+    pool: str = "default"
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The answer of ``acquire`` or ``move`` that carries a lease.
+
+    ``start_ms`` is Redis' clock; ``score`` is the score that won, before this lease counted;
+    ``trial`` marks the single half-open request of a node whose circuit is open.
+    """
+
+    lease_id: str
+    node_id: str
+    epoch: int
+    start_ms: int
+    score: float
+    trial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The answer of ``acquire`` or ``move`` without a lease.
+
+    ``reason``: ``unknown`` (no node serves the model), ``down`` (nodes serve it, none is
+    usable), ``full`` (usable nodes are at capacity), ``spent`` (every usable node was tried).
+    """
+
+    reason: str
+    retry_ms: int

@@ -1,0 +1,64 @@
+"""Prometheus metrics with stable names and bounded labels.
+
+Label values are node ids and model names of the registry, and closed sets of words: nothing
+that a client can invent becomes a label. Times are seconds, as Prometheus wants them.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 30, 60, 120)
+
+
+class Metrics:
+    """The metrics of one replica, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "leaseway_requests",
+            "Requests answered, by model (or 'unknown') and status code.",
+            ("model", "status"),
+            registry=self.registry,
+        )
+        self.abandoned = Counter(
+            "leaseway_requests_abandoned",
+            "Requests whose client left before the answer was complete.",
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "leaseway_requests_in_flight",
+            "Requests that this replica is serving now.",
+            registry=self.registry,
+        )
+        self.attempts = Counter(
+            "leaseway_attempts",
+            "Attempts on nodes, by node and outcome.",
+            ("node", "outcome"),
+            registry=self.registry,
+        )
+        self.ttft = Histogram(
+            "leaseway_ttft_seconds",
+            "From the lease to the first generated token, by node.",
+            ("node",),
+            buckets=_TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.tokens = Counter(
+            "leaseway_tokens",
+            "Tokens booked, by model and kind (prompt, output).",
+            ("model", "kind"),
+            registry=self.registry,
+        )
+        self.leases_held = Gauge(
+            "leaseway_leases_held", "Leases that this replica holds now.", registry=self.registry
+        )
+        self.reaped = Gauge(
+            "leaseway_leases_reaped",
+            "Leases of silent replicas that this replica has ended since its start.",
+            registry=self.registry,
+        )
+        self.redis_up = Gauge(
+            "leaseway_redis_up", "1 when shared state is in reach.", registry=self.registry
+        )
