@@ -50,14 +50,14 @@ class Ask:
 class Grant:
     """The answer of ``acquire`` or ``move`` that carries a lease.
 
-    ``start_ms`` is Redis' clock; ``score`` is the score that won, before this lease counted;
-    ``trial`` marks the single half-open request of a node whose circuit is open.
+    ``record`` is the lease as Redis holds it; ``score`` is the score that won, before this
+    lease counted; ``trial`` marks the single half-open request of a node whose circuit is open.
     """
 
     lease_id: str
     node_id: str
     epoch: int
-    start_ms: int
+    record: str
     score: float
     trial: bool
 

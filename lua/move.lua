@@ -1,4 +1,4 @@
-#!lua
+#!lua _node _circuit _finish _grant
 -- move: end a failed attempt and lease another node: one step, never two leases at once.
 --
 -- KEYS[1] score     zset  node -> live score, of the model
@@ -6,28 +6,23 @@
 -- KEYS[3] leases    hash  lease id -> 'node epoch start_ms prompt_tokens', of the replica
 -- KEYS[4] replicas  zset  replica -> heartbeat expiry, ms
 -- ARGV[1] now       ms; '' = the server's clock
--- ARGV[2] scoring   JSON: policy and constants
--- ARGV[3] prefix    of the pool's keys
--- ARGV[4] lease     id of the new lease, minted by the replica before the call
--- ARGV[5] replica   id of the owner
--- ARGV[6] ttl       ms a silent replica keeps its leases
--- ARGV[7] size      prompt tokens, estimated
--- ARGV[8] chance    in [0, 1): draws among equals, spreads the back-off
--- ARGV[9] old       id of the lease that ends
--- ARGV[10] outcome  of the old lease: failed or saturated
--- ARGV[11] cool     ms a saturated node asked to be left alone
--- ARGV[12...]       node ids already tried by this request
+-- ARGV[2] prefix    of the pool's keys
+-- ARGV[3] lease     id of the new lease, minted by the replica before the call
+-- ARGV[4] replica   id of the owner
+-- ARGV[5] ttl       ms a silent replica keeps its leases
+-- ARGV[6] size      prompt tokens, estimated
+-- ARGV[7] chance    in [0, 1): draws among equals, spreads the back-off
+-- ARGV[8] old       id of the lease that ends
+-- ARGV[9] outcome   of the old lease: failed or saturated
+-- ARGV[10] cool     ms a saturated node asked to be left alone
+-- ARGV[11...]       node ids already tried by this request
 --
 -- Returns what acquire returns. The old lease ends even when no other node can be leased.
--- Repeating the call for the same new lease returns the same node and ends nothing twice.
+-- Repeating the call for the same new lease returns the same record and ends nothing twice.
 
-local held = redis.call('HGET', KEYS[3], ARGV[4])
-if held then
-  local lease = parse(ARGV[4], held)
-  return {'leased', lease.node, tostring(lease.epoch), tostring(lease.start_ms), '0', '0'}
-end
-own(KEYS[4], ARGV[5], tonumber(ARGV[6]))
-local chance = tonumber(ARGV[8])
-finish(KEYS[3], ARGV[9], ARGV[10], tonumber(ARGV[11]), chance)
-local tried, tries = tried_from(12)
-return grant(KEYS[1], KEYS[2], KEYS[3], ARGV[4], tonumber(ARGV[7]), chance, tried, tries)
+local held = redis.call('HGET', KEYS[3], ARGV[3])
+if held then return {'leased', held, '0', '0'} end
+local chance = tonumber(ARGV[7])
+finish(KEYS[3], ARGV[8], ARGV[9], tonumber(ARGV[10]), chance)
+local tried, tries = tried_from(11)
+return grant(KEYS[3], ARGV[3], ARGV[6], chance, tried, tries)

@@ -1,20 +1,20 @@
-#!lua
+#!lua _node _circuit _finish
 -- reap: end the leases of a replica whose heartbeat has run out. Any replica may call it.
 --
 -- KEYS[1] replicas  zset  replica -> heartbeat expiry, ms
 -- ARGV[1] now       ms; '' = the server's clock
--- ARGV[2] scoring   JSON: policy and constants
--- ARGV[3] prefix    of the pool's keys
--- ARGV[4] limit     leases to end at most in this call (the script blocks the server)
+-- ARGV[2] prefix    of the pool's keys
+-- ARGV[3] limit     leases to end at most in this call (the script blocks the server)
 --
 -- Returns {leases ended, replica, 1 when more are waiting}; replica is '' when all are alive.
 -- The dead replica's key of leases is built from the prefix.
 
+local now = clock()
 local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1)[1]
 if not dead then return {0, '', 0} end
 local key, ended = prefix .. 'leases:' .. dead, 0
-local found = redis.call('HSCAN', key, 0, 'COUNT', tonumber(ARGV[4]))[2]
-for i = 1, math.min(#found, 2 * tonumber(ARGV[4])), 2 do
+local found = redis.call('HSCAN', key, 0, 'COUNT', tonumber(ARGV[3]))[2]
+for i = 1, math.min(#found, 2 * tonumber(ARGV[3])), 2 do
   if finish(key, found[i], 'abandoned', 0, 0) then ended = ended + 1 end
 end
 local left = redis.call('HLEN', key)

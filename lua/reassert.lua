@@ -1,26 +1,25 @@
-#!lua
+#!lua _node _grant
 -- reassert: put back leases that a reaper or a flush took while the replica still carries them.
 --
 -- KEYS[1] leases    hash  lease id -> 'node epoch start_ms prompt_tokens', of the replica
 -- KEYS[2] replicas  zset  replica -> heartbeat expiry, ms
 -- ARGV[1] now       ms; '' = the server's clock
--- ARGV[2] scoring   JSON: policy and constants
--- ARGV[3] prefix    of the pool's keys
--- ARGV[4] replica   id of the owner
--- ARGV[5] ttl       ms until the replica counts as dead
--- ARGV[6...]        pairs: lease id, its record as first written
+-- ARGV[2] prefix    of the pool's keys
+-- ARGV[3] replica   id of the owner
+-- ARGV[4] ttl       ms until the replica counts as dead
+-- ARGV[5...]        pairs: lease id, its record as first written
 --
 -- Returns how many were put back. One that is known already counts nothing; one whose node is
 -- gone from the registry stays away.
 
-own(KEYS[2], ARGV[4], tonumber(ARGV[5]))
+own(KEYS[2], ARGV[3], tonumber(ARGV[4]), clock())
 local back = 0
-for i = 6, #ARGV, 2 do
-  local lease = parse(ARGV[i], ARGV[i + 1])
-  local node = lease.node and read(lease.node)
-  if node and redis.call('HEXISTS', KEYS[1], lease.id) == 0 then
-    if lease.epoch ~= node.epoch then node.epoch = lease.epoch end -- keeps its late results fenced
-    take(KEYS[1], lease.id, node, lease.size, lease.start_ms)
+for i = 5, #ARGV, 2 do
+  local id = string.match(ARGV[i + 1], '^(%S+) %d+ %d+ %d+$')
+  local base, capacity, models = unpack(redis.call('HMGET', prefix .. 'node:' .. id,
+    'base', 'capacity', 'models'))
+  if models and redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) == 1 then
+    count(id, tonumber(base), tonumber(capacity), models)
     back = back + 1
   end
 end

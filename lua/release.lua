@@ -1,26 +1,24 @@
-#!lua
+#!lua _node _circuit _finish
 -- release: end a lease and give its connection back, at most once.
 --
 -- KEYS[1] leases    hash  lease id -> 'node epoch start_ms prompt_tokens', of the replica
 -- ARGV[1] now       ms; '' = the server's clock
--- ARGV[2] scoring   JSON: policy and constants
--- ARGV[3] prefix    of the pool's keys
--- ARGV[4] lease     id
--- ARGV[5] outcome   ok, failed, saturated, rejected or abandoned
--- ARGV[6] cool      ms a saturated node asked to be left alone
--- ARGV[7] chance    in [0, 1): spreads the back-off
--- ARGV[8] tokens    output tokens after the first, 0 when not counted
--- ARGV[9] decode    microseconds from the first token to the last
+-- ARGV[2] prefix    of the pool's keys
+-- ARGV[3] lease     id
+-- ARGV[4] outcome   ok, failed, saturated, rejected or abandoned
+-- ARGV[5] cool      ms a saturated node asked to be left alone
+-- ARGV[6] chance    in [0, 1): spreads the back-off
+-- ARGV[7] tokens    output tokens after the first, 0 when not counted
+-- ARGV[8] decode    microseconds from the first token to the last
 --
 -- Returns 1 when this call ended the lease, 0 when it was already gone (released before, or
 -- reaped): a retried or late release can never drive the counter below the truth.
 
-local lease, node = finish(KEYS[1], ARGV[4], ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]))
-if not lease then return 0 end
-local tokens = tonumber(ARGV[8])
-if node and tokens > 0 then -- the token rate: sums in which an answer fades over the next fifty
-  redis.call('HSET', node.key,
-    'decode_tokens', string.format('%.3f', node.decode_tokens * 0.98 + tokens),
-    'decode_us', string.format('%.0f', node.decode_us * 0.98 + tonumber(ARGV[9])))
+local node, tpot_us = finish(KEYS[1], ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]))
+if not node then return 0 end
+if ARGV[7] ~= '0' and node ~= '' then -- decode time per output token, mean over the last answers
+  local now_us = ARGV[8] / ARGV[7]
+  tpot_us = tpot_us and tpot_us + (now_us - tpot_us) / 20 or now_us
+  redis.call('HSET', prefix .. 'node:' .. node, 'tpot_us', string.format('%.1f', tpot_us))
 end
 return 1

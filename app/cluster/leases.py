@@ -100,7 +100,7 @@ class Leases:
                 ttl_ms=self._ttl_ms,
                 size=ask.prompt_tokens,
             )
-            return await self._granted(lease_id, ask, answer)
+            return await self._granted(lease_id, answer)
         except BaseException:
             # The answer was lost, or the client left while the call was on the wire.
             self._give_back(lease_id, _Ending(Outcome.ABANDONED))
@@ -131,20 +131,17 @@ class Leases:
             raise
         self._returning.pop(old, None)
         try:
-            return await self._granted(lease_id, ask, answer)
+            return await self._granted(lease_id, answer)
         except BaseException:
             self._give_back(lease_id, _Ending(Outcome.ABANDONED))
             raise
 
-    async def _granted(
-        self, lease_id: str, ask: Ask, answer: Grant | Refusal
-    ) -> tuple[Grant, Node]:
+    async def _granted(self, lease_id: str, answer: Grant | Refusal) -> tuple[Grant, Node]:
         if isinstance(answer, Refusal):
             self._pending.discard(lease_id)
             raise Refused(answer)
-        record = f"{answer.node_id} {answer.epoch} {answer.start_ms} {ask.prompt_tokens}"
         self._pending.discard(lease_id)
-        self._held[lease_id] = record
+        self._held[lease_id] = answer.record
         node = self._registry.known(answer.node_id, answer.epoch)
         if node is None:
             try:

@@ -65,7 +65,7 @@ async def _node(link: Link, keys: PoolKeys, pool: str, node_id: str) -> NodeRow 
         *(link.call("ZSCORE", keys.score(model), node_id) for model in models)
     )
     samples = int(record.get("samples", 0))
-    decode_us = float(record.get("decode_us", 0))
+    tpot_us = float(record.get("tpot_us", 0))
     return NodeRow(
         id=node_id,
         pool=pool,
@@ -80,9 +80,7 @@ async def _node(link: Link, keys: PoolKeys, pool: str, node_id: str) -> NodeRow 
         active=int(active or 0),
         ttft_ms=round(int(record["sum_us"]) / samples / 1000, 3) if samples else None,
         samples=samples,
-        tokens_per_s=(
-            round(float(record["decode_tokens"]) * 1e6 / decode_us, 2) if decode_us else None
-        ),
+        tokens_per_s=round(1e6 / tpot_us, 2) if tpot_us else None,
         streak=int(record.get("streak", 0)),
         epoch=int(record.get("epoch", 0)),
         scores={m: float(s) for m, s in zip(models, scores, strict=True) if s is not None},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from app.cluster.leases import Leases
 from app.cluster.link import Link
 from app.cluster.registry import Registry
-from app.cluster.scripts import Scripts, scoring_json
+from app.cluster.scripts import Scripts, constants
 from app.errors import RedisAway
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Pool:
             link,
             namespace=settings.redis.namespace,
             pool=name,
-            scoring=scoring_json(settings.scoring, settings.circuit, settings.timeouts),
+            constants=constants(settings.scoring, settings.circuit, settings.timeouts),
         )
         self.registry = Registry(
             link,

