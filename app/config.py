@@ -7,6 +7,7 @@ setting raises ``ConfigError`` that names file, key, value and what would be rig
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -18,6 +19,8 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import (
@@ -40,17 +43,28 @@ Engine = Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "tgi", "generic
 # Node and pool names become parts of Redis keys and metric labels.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 ModelName = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_CREDENTIALS = re.compile(r"://[^/\s]*@")
+RedisUrl = Annotated[str, StringConstraints(pattern=r"^(redis|rediss|unix)://")]
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # YAML reads `yes` and `on` as true, which would pass as the number 1.
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ValueError("true or false where something else is wanted; quote a word")
+        return value
+
 
 class Redis(_Section):
     """Where shared state lives. Without ``url`` the gateway starts an embedded Valkey."""
 
-    url: str | None = None
+    url: RedisUrl | None = None
     namespace: Name = "lw"
     call_timeout_ms: Annotated[int, Field(ge=10, le=60_000)] = 250
 
@@ -232,15 +246,22 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    seen: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
+    own: set[str] = set()
+    for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
         key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            mark = key_node.start_mark
-            raise ConfigError(f"line {mark.line + 1}: {key!r} is given twice; keep one")
-        seen[key] = loader.construct_object(value_node, deep=True)
-    return seen
+        line = key_node.start_mark.line + 1
+        if not isinstance(key, str):
+            raise ConfigError(f"line {line}: {key!r} is no name; quote it if it is meant as one")
+        if key in own:
+            raise ConfigError(f"line {line}: {key!r} is given twice; keep one")
+        own.add(key)
+    loader.flatten_mapping(node)  # what `<<` brings stands first: own values go over it
+    return {
+        loader.construct_object(key_node, deep=True): loader.construct_object(value, deep=True)
+        for key_node, value in node.value
+    }
 
 
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
@@ -259,35 +280,54 @@ def load(path: Path | None, *, port: int | None = None) -> Settings:
         except OSError as exc:
             raise ConfigError(f"{where}: cannot be read: {exc.strerror or exc}") from exc
         except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as exc:
-            raise ConfigError(f"{where}: not valid YAML: {exc}") from exc
+            raise ConfigError(f"{where}: not valid YAML: {_syntax(exc)}") from exc
         raw = {} if raw is None else raw
         if not isinstance(raw, dict):
-            raise ConfigError(f"{where}: the top level must be a mapping of sections, not {raw!r}")
-    if os.environ.get("REDIS_URL"):
-        raw["redis"] = {**(raw.get("redis") or {}), "url": os.environ["REDIS_URL"]}
-    if port is not None:
-        raw["server"] = {**(raw.get("server") or {}), "port": port}
+            raise ConfigError(
+                f"{where}: the top level must be a mapping of sections, not a {type(raw).__name__}"
+            )
+    for section, key, value in (
+        ("redis", "url", os.environ.get("REDIS_URL") or None), ("server", "port", port)
+    ):  # fmt: skip
+        present = raw.get(section) or {}
+        if value is not None and isinstance(present, dict):  # else: refused below
+            raw[section] = {**present, key: value}
     try:
         return Settings(**raw)
     except ValidationError as exc:
-        raise ConfigError(
-            "\n".join(f"{where}: {_explain(error)}" for error in exc.errors())
-        ) from exc
-    except TypeError as exc:
-        raise ConfigError(f"{where}: {exc}; section names must be plain words") from exc
+        # An error of a list that could also be 'discovered' comes with one that says so.
+        errors = [error for error in exc.errors() if "literal['discovered']" not in error["loc"]]
+        raise ConfigError("\n".join(f"{where}: {_explain(error)}" for error in errors)) from exc
     except ValueError as exc:  # pydantic-settings: an environment value that is not JSON
         raise ConfigError(f"environment: {exc}") from exc
 
 
 def _explain(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"]) or "settings"
+    loc = [part for part in error["loc"] if "[" not in str(part)]  # "list[…]" names no key
+    key = ".".join(map(str, loc)) or "settings"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         return f"{key}: unknown key; remove it or correct its name"
-    if error["type"] == "value_error" and not error["loc"]:
+    if error["type"] == "missing":
+        return f"{key}: missing; it must be given"
+    if error["type"] == "value_error" and not loc:
         return str(message)
-    secret = any(
-        part in {"hash", "url"} and error["loc"][0] in {"keys", "redis"} for part in error["loc"]
-    )
-    value = "(hidden)" if secret else repr(error["input"])
-    return f"{key} = {value}: {message}"
+    return f"{key} = {_shown(loc, error['input'])}: {message}"
+
+
+def _shown(loc: list[Any], value: Any) -> str:
+    """``value`` as it may be printed: ``redis`` and ``keys`` hold secrets, and URLs may."""
+    harmless = loc[0] not in {"redis", "keys"} or (
+        isinstance(value, str | int | float) and not {"url", "hash"} & set(loc) and len(loc) > 1
+        and (loc[0] == "redis" or len(loc) > 2)
+    )  # fmt: skip
+    shown = repr(value)
+    return shown if harmless and not _CREDENTIALS.search(shown) else "(hidden)"
+
+
+def _syntax(error: Exception) -> str:
+    """A YAML error as one line, without the text around it, which may hold a secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())

@@ -13,12 +13,13 @@ from functools import lru_cache
 class PoolKeys:
     """Key names of one pool. ``prefix`` is what scripts build per-node and per-model keys from."""
 
-    __slots__ = ("leases_prefix", "nodes", "prefix", "replicas")
+    __slots__ = ("leases_prefix", "nodes", "prefix", "replicas", "turn")
 
     def __init__(self, namespace: str, pool: str) -> None:
         self.prefix = f"{namespace}:{{{pool}}}:"
         self.nodes = self.prefix + "nodes"
         self.replicas = self.prefix + "replicas"
+        self.turn = self.prefix + "turn"  # STRING: picks so far, of the policy round_robin
         self.leases_prefix = self.prefix + "leases:"
 
     def node(self, node_id: str) -> str:

@@ -16,6 +16,7 @@ from app.cluster.replica import Replica
 from app.control.plane import control_plane
 from app.errors import ConfigError
 from app.gateway.forward import Forward
+from app.gateway.listen import ClientProtocol
 from app.gateway.path import DataPlane
 from app.telemetry.metrics import Metrics
 
@@ -66,11 +67,12 @@ async def serve(settings: Settings, replica_id: str | None = None) -> None:
             app,
             host=settings.server.host,
             port=settings.server.port,
-            http="httptools",
+            http=ClientProtocol,
             lifespan="on",
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=settings.server.keep_alive_s,
             timeout_graceful_shutdown=settings.server.drain_s,
         )

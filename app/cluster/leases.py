@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("leaseway.leases")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Ending:
     """What a lease is released with; kept until Redis has confirmed."""
 

@@ -55,6 +55,8 @@ class _Wire(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self._reader = hiredis.Reader(encoding="utf-8", errors="replace")
         self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._out: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass
@@ -86,7 +88,14 @@ class _Wire(asyncio.Protocol):
     def send(self, packed: bytes, waiter: asyncio.Future[Any], deadline: float) -> None:
         assert self.transport is not None  # noqa: S101 - only a connected wire is handed out
         self.waiters.append((waiter, deadline))
-        self.transport.write(packed)
+        if not self._out:  # calls of one turn of the loop leave in one write
+            self._loop.call_soon(self._flush)
+        self._out.append(packed)
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(out[0] if len(out) == 1 else b"".join(out))
 
     def drop(self, reason: str) -> None:
         """Close at once; every waiter hears that Redis is away."""
@@ -127,6 +136,7 @@ class Link:
         self._dialling: asyncio.Task[None] | None = None
         self._clock: asyncio.TimerHandle | None = None
         self._timeouts = 0
+        self._judging = False
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self.connected = asyncio.Event()
@@ -179,8 +189,14 @@ class Link:
         self._clock = None
         wire, now = self._wire, self._loop.time()
         if wire is None or not wire.waiters:
-            self._timeouts = 0
+            self._timeouts, self._judging = 0, False
             return
+        if wire.waiters[0][1] <= now and not self._judging:
+            # A loop that was held up finds timers due and answers unread: read first.
+            self._judging = True
+            self._clock = self._loop.call_later(0.001, self._check)
+            return
+        self._judging = False
         for waiter, deadline in wire.waiters:
             if deadline > now:
                 break

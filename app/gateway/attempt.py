@@ -33,6 +33,7 @@ _NOT_TO_NODE = _HOP | {
     b"accept-encoding", b"x-leaseway-explain", b"x-request-id",
 }  # fmt: skip
 _NOT_TO_CLIENT = _HOP | {b"date", b"x-request-id", b"x-accel-buffering", b"set-cookie"}
+_NOT_WITH_EVENTS = _NOT_TO_CLIENT | {b"content-length", b"cache-control"}
 _HOLD_BYTES = 256 * 1024  # a one-piece answer up to this size is sent only when it is whole
 _COOL_DEFAULT_MS, _COOL_MAX_MS = 1000, 60_000
 _BUSY_WORDS = (b"overloaded", b"loading model", b"unavailable_error", b"busy", b"queue is full")
@@ -88,8 +89,7 @@ async def attempt(
 
 def to_node(client_headers: Headers, request_id: bytes) -> Headers:
     """The client's end-to-end headers, for a node; ``authorization`` is the node's own affair."""
-    dropped = _NOT_TO_NODE | _nominated(client_headers)
-    headers = [(name, value) for name, value in client_headers if name not in dropped]
+    headers = _without(client_headers, _NOT_TO_NODE)
     headers += [(b"accept-encoding", b"identity"), (b"x-request-id", request_id)]
     return headers
 
@@ -99,27 +99,23 @@ def _with_node_key(node: Node, headers: Headers) -> Headers:
     return [*headers, (b"authorization", b"Bearer " + key.encode())] if key else headers
 
 
-def _nominated(headers: Headers) -> set[bytes]:
-    """Headers that ``Connection`` names as belonging to its hop (RFC 9110, 7.6.1)."""
-    return {
-        token.strip().lower()
-        for name, value in headers
-        if name == b"connection"
-        for token in value.split(b",")
-    }
+def _without(headers: Headers, dropped: frozenset[bytes]) -> Headers:
+    """``headers`` without ``dropped`` and without what ``Connection`` names (RFC 9110, 7.6.1)."""
+    for name, value in headers:
+        if name == b"connection" and value.lower() not in {b"keep-alive", b"close"}:
+            dropped = dropped | {token.strip().lower() for token in value.split(b",")}
+    return [header for header in headers if header[0] not in dropped]
 
 
 def _answer(connection: NodeConnection) -> Answer:
     status, raw = connection.status, connection.headers
     content_type = next((v for n, v in raw if n == b"content-type"), b"")
     events = status == 200 and content_type.lower().startswith(b"text/event-stream")
-    dropped = _NOT_TO_CLIENT | _nominated(raw)
-    if events:
-        dropped = dropped | {b"content-length", b"cache-control"}
-    headers = [(name, value) for name, value in raw if name not in dropped]
-    if events:
-        headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-    return Answer(connection, status, headers, EventStream() if events else JsonBody())
+    if not events:
+        return Answer(connection, status, _without(raw, _NOT_TO_CLIENT), JsonBody())
+    headers = _without(raw, _NOT_WITH_EVENTS)
+    headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+    return Answer(connection, status, headers, EventStream())
 
 
 async def _looked_at(node: Node, answer: Answer) -> Answer:

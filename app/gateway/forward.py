@@ -69,6 +69,7 @@ class NodeConnection(asyncio.Protocol):
         self._heard = False  # any byte of this answer
         self._head_done = False
         self._sized = False
+        self._keep_alive = False
         self._complete = False
         self._failure: Exception | None = None
 
@@ -128,8 +129,7 @@ class NodeConnection(asyncio.Protocol):
             and not self._parts
             and self._transport is not None
             and not self._transport.is_closing()
-            and self._sized
-            and self._parser.should_keep_alive()
+            and self._keep_alive
         ):
             self._arm(self._idle_s)
             self._home.append(self)
@@ -252,6 +252,8 @@ class NodeConnection(asyncio.Protocol):
         if status >= 200:  # 1xx are only announcements (RFC 9110, 15.2)
             self.status = status
             self._sized = self._sized or status in {204, 304}
+            # Asked here: after the message the parser has forgotten it.
+            self._keep_alive = self._sized and self._parser.should_keep_alive()
             self._head_done = True
 
     def on_body(self, body: bytes) -> None:

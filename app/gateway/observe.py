@@ -18,10 +18,7 @@ import orjson
 
 _EVENT_BYTES = 64 * 1024
 _JSON_BYTES = 256 * 1024
-_LINE_END = re.compile(rb"\r\n|\n|\r")
-_MARKS = (b'"usage":{', b'"usage": {', b'"finish_reason":"', b'"finish_reason": "', b"[DONE]")
-_BOM_DATA = b"\xef\xbb\xbfdata:"
-_ERROR_MARK = b'"error"'
+_BOM = b"\xef\xbb\xbf"
 _COUNTS = re.compile(rb'"(prompt_tokens|completion_tokens)"\s*:\s*(\d+)')
 
 
@@ -96,49 +93,61 @@ class EventStream(Observed):
         return not self._passing
 
     def _look(self, ready: bytes) -> None:
-        if self.first_token:
+        """Read whole events. After the first token only those that may say something more."""
+        if b"\r" in ready:
+            ready = ready.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if self.first_token and not _may_matter(ready):
             self._events += ready.count(b"data:")
-            if _ERROR_MARK not in ready and not any(mark in ready for mark in _MARKS):
-                return
-        fields: list[bytes] = []
-        for line in _LINE_END.split(ready):
-            if line.startswith((b"data:", _BOM_DATA)):
-                fields.append(line.partition(b":")[2].strip())
-            elif not line and fields:
-                self._event(b"\n".join(fields))
-                fields = []
-        if fields:
-            self._event(b"\n".join(fields))
+            return
+        for event in ready.split(b"\n\n"):
+            if not self.first_token or _may_matter(event):
+                self._event(event)
+            elif b"data:" in event:
+                self._events += 1
 
-    def _event(self, data: bytes) -> None:
+    def _event(self, event: bytes) -> None:
+        data = b"\n".join(
+            line.partition(b":")[2].strip()
+            for line in event.removeprefix(_BOM).split(b"\n")
+            if line.startswith(b"data:")
+        )
         if data == b"[DONE]":
             self.ended = True
-            self._events -= 1
-            return
+        if not data.startswith(b"{"):
+            return  # a comment, or not ours to judge: the bytes pass
         try:
-            event = orjson.loads(data)
+            fields = orjson.loads(data)
         except orjson.JSONDecodeError:
-            return  # not ours to judge: the bytes pass
-        if not isinstance(event, dict):
             return
-        if event.get("error"):
-            self.error = _message(event["error"])
-        if event.get("usage"):
-            self.book_usage(event["usage"])
-        for choice in event.get("choices") or ():
+        if fields.get("error"):
+            self.error = _message(fields["error"])
+        if fields.get("usage"):
+            self.book_usage(fields["usage"])
+        for choice in fields.get("choices") or ():
             if isinstance(choice, dict):
                 self._choice(choice)
 
     def _choice(self, choice: dict[str, Any]) -> None:
         delta = choice.get("delta")
-        generated = choice.get("text") or (
+        if choice.get("text") or (
             isinstance(delta, dict) and any(v for k, v in delta.items() if k != "role")
-        )
-        if generated and not self.first_token:
+        ):
             self.first_token = True
             self._events += 1
         if choice.get("finish_reason"):
             self.ended = True
+
+
+def _may_matter(events: bytes) -> bool:
+    """Whether usage, a finish, an error or the end may be in ``events``: a quick look at bytes."""
+    return (
+        b'"usage":{' in events
+        or b'"usage": {' in events
+        or b'"finish_reason":"' in events
+        or b'"finish_reason": "' in events
+        or b"[DONE]" in events
+        or b'"error"' in events
+    )
 
 
 class JsonBody(Observed):

@@ -57,6 +57,8 @@ class DataPlane:
         self._body_limit = int(settings.server.body_limit_mib * 1024 * 1024)
         self._max_attempts = settings.retries.max_attempts
         self._stall_s = settings.timeouts.stall_s
+        self._serving = 0
+        metrics.in_flight.set_function(lambda: self._serving)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -67,7 +69,7 @@ class DataPlane:
         client = Client(scope, receive, send)
         given = client.headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else b"%032x" % random.getrandbits(128)
-        self._metrics.in_flight.inc()
+        self._serving += 1
         try:
             await self._serve(client, route, scope, request_id)
         except ClientGone:
@@ -79,11 +81,11 @@ class DataPlane:
             with contextlib.suppress(AttributeError):
                 asyncio.current_task().uncancel()  # type: ignore[union-attr]
         except ApiError as error:
-            self._metrics.requests.labels("unknown", str(error.status)).inc()
+            self._metrics.request("unknown", error.status)
             await client.fail(error, [(b"x-request-id", request_id)])
         finally:
             client.unwatch()
-            self._metrics.in_flight.dec()
+            self._serving -= 1
 
     async def _serve(self, client: Client, route: Route, scope: Scope, request_id: bytes) -> None:
         """Receive, lease, forward, stream. Raises ``ApiError`` before the first byte only."""
@@ -124,7 +126,7 @@ class DataPlane:
             try:
                 return await attempt(self._forward, lease.node, call, target, headers)
             except AttemptFailed as failure:
-                self._metrics.attempts.labels(lease.node.id, failure.outcome.value).inc()
+                self._metrics.attempt(lease.node.id, failure.outcome.value)
                 log.info("%s (%s), attempt %d", failure, failure.kind, lease.attempts)
                 try:
                     if lease.attempts >= self._max_attempts:
@@ -158,7 +160,7 @@ class DataPlane:
                         first_at = last_at
                         lease.first_token()
                         connection.be_patient(self._stall_s)
-                        self._metrics.ttft.labels(lease.node.id).observe(last_at - lease.started)
+                        self._metrics.first_token(lease.node.id, last_at - lease.started)
                 if connection.complete and not connection.unread:
                     ready += observed.rest()
                     break
@@ -183,26 +185,23 @@ class DataPlane:
     def _end(self, lease: Lease, call: Call, answer: Answer, decode_us: int) -> None:
         """The answer is whole: book it and give the lease back."""
         observed, node_id = answer.observed, lease.node.id
-        self._metrics.requests.labels(call.model, str(answer.status)).inc()
+        self._metrics.request(call.model, answer.status)
         if answer.status >= 400:
             lease.end(Outcome.REJECTED)  # no effect when the attempt was ended as failed
             return
         if observed.error is not None:
             log.warning("node %s: error inside a stream: %s", node_id, observed.error[:200])
             lease.end(Outcome.FAILED)
-            self._metrics.attempts.labels(node_id, Outcome.FAILED.value).inc()
+            self._metrics.attempt(node_id, Outcome.FAILED.value)
             return
         tokens = observed.tokens
         if not answer.streaming and (tokens <= 1 or not call.route.decodes):
             # The whole answer is one token or no decode at all: its time is the TTFT. A longer
             # answer in one piece does not show when its first token came.
             lease.first_token()
-            self._metrics.ttft.labels(node_id).observe(monotonic() - lease.started)
-        self._metrics.attempts.labels(node_id, Outcome.OK.value).inc()
-        if observed.prompt_tokens:
-            self._metrics.tokens.labels(call.model, "prompt").inc(observed.prompt_tokens)
-        if tokens:
-            self._metrics.tokens.labels(call.model, "output").inc(tokens)
+            self._metrics.first_token(node_id, monotonic() - lease.started)
+        self._metrics.attempt(node_id, Outcome.OK.value)
+        self._metrics.book_tokens(call.model, observed.prompt_tokens, tokens)
         lease.end(
             Outcome.OK, tokens=max(0, tokens - 1) if decode_us > 0 else 0, decode_us=decode_us
         )
@@ -213,7 +212,7 @@ class DataPlane:
         """The node broke off in mid-answer: say so, never pretend that it is complete."""
         log.warning("node %s: %s (%s)", lease.node.id, broken, broken.kind)
         lease.end(Outcome.FAILED)
-        self._metrics.attempts.labels(lease.node.id, Outcome.FAILED.value).inc()
+        self._metrics.attempt(lease.node.id, Outcome.FAILED.value)
         observed = answer.observed
         if isinstance(observed, EventStream) and observed.between_events:
             error = ApiError(

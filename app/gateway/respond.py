@@ -16,6 +16,7 @@ from app.errors import ApiError
 
 if TYPE_CHECKING:
     from app.gateway.forward import Headers
+    from app.gateway.listen import ClientProtocol
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -34,14 +35,15 @@ class Client:
     task finds ``gone`` set and ends. That stops the node at once, streaming or not.
     """
 
+    __slots__ = ("_protocol", "_receive", "_send", "_serving", "gone", "headers", "raw_headers",
+                 "started")  # fmt: skip
+
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.headers: dict[bytes, bytes] = {}
         self.raw_headers: Headers = scope["headers"]
-        for name, value in self.raw_headers:
-            self.headers.setdefault(name, value)
+        self.headers = dict(reversed(self.raw_headers))  # of repeated headers, the first
         self._receive = receive
         self._send = send
-        self._watcher: asyncio.Task[None] | None = None
+        self._protocol: ClientProtocol = scope["extensions"]["leaseway"]
         self._serving: asyncio.Task[Any] | None = None
         self.gone = False
         self.started = False
@@ -65,13 +67,16 @@ class Client:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def watch(self) -> None:
-        """Cancel the current task when the client leaves. Call once the body is read."""
-        self._serving = asyncio.current_task()
-        self._watcher = asyncio.create_task(self._until_gone())
+        """Cancel the current task when the client leaves. Call once the body is read.
 
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        Raises ``ClientGone`` when it has left already.
+        """
+        if self._protocol.transport.is_closing():
+            raise ClientGone
+        self._serving = asyncio.current_task()
+        self._protocol.on_gone = self._left
+
+    def _left(self) -> None:
         self.gone = True
         if self._serving is not None:
             self._serving.cancel()
@@ -79,9 +84,8 @@ class Client:
     def unwatch(self) -> None:
         """The answer is complete or given up: nobody to watch any more."""
         self._serving = None
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None
+        if self._protocol.on_gone == self._left:
+            self._protocol.on_gone = None
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send status and headers; from here on nothing can be retried."""

@@ -6,17 +6,23 @@ that a client can invent becomes a label. Times are seconds, as Prometheus wants
 
 from __future__ import annotations
 
+from functools import cache
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 30, 60, 120)
 
 
 class Metrics:
-    """The metrics of one replica, in a registry of their own."""
+    """The metrics of one replica, in a registry of their own.
+
+    What a request touches is reached through ``request``, ``attempt``, ``first_token`` and
+    ``book_tokens``: looking a label up costs more than counting, so children are kept.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
+        requests = Counter(
             "leaseway_requests",
             "Requests answered, by model (or 'unknown') and status code.",
             ("model", "status"),
@@ -32,20 +38,20 @@ class Metrics:
             "Requests that this replica is serving now.",
             registry=self.registry,
         )
-        self.attempts = Counter(
+        attempts = Counter(
             "leaseway_attempts",
             "Attempts on nodes, by node and outcome.",
             ("node", "outcome"),
             registry=self.registry,
         )
-        self.ttft = Histogram(
+        ttft_s = Histogram(
             "leaseway_ttft_seconds",
             "From the lease to the first generated token, by node.",
             ("node",),
             buckets=_TTFT_BUCKETS_S,
             registry=self.registry,
         )
-        self.tokens = Counter(
+        tokens = Counter(
             "leaseway_tokens",
             "Tokens booked, by model and kind (prompt, output).",
             ("model", "kind"),
@@ -62,3 +68,26 @@ class Metrics:
         self.redis_up = Gauge(
             "leaseway_redis_up", "1 when shared state is in reach.", registry=self.registry
         )
+        self._request = cache(lambda model, status: requests.labels(model, str(status)).inc)
+        self._attempt = cache(lambda node, outcome: attempts.labels(node, outcome).inc)
+        self._ttft = cache(lambda node: ttft_s.labels(node).observe)
+        self._tokens = cache(lambda model, kind: tokens.labels(model, kind).inc)
+
+    def request(self, model: str, status: int) -> None:
+        """Count an answer."""
+        self._request(model, status)()
+
+    def attempt(self, node: str, outcome: str) -> None:
+        """Count the end of an attempt."""
+        self._attempt(node, outcome)()
+
+    def first_token(self, node: str, seconds: float) -> None:
+        """Observe a time to first token."""
+        self._ttft(node)(seconds)
+
+    def book_tokens(self, model: str, prompt: int, output: int) -> None:
+        """Count the tokens of one answer."""
+        if prompt:
+            self._tokens(model, "prompt")(prompt)
+        if output:
+            self._tokens(model, "output")(output)

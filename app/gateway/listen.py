@@ -1,0 +1,72 @@
+"""The listening side: uvicorn's HTTP protocol with two things more.
+
+Given to uvicorn through its documented ``http=`` parameter. Writes of one turn of the loop
+become one write (head and body of a JSON answer are one packet), and a client that leaves is
+reported the moment its connection is lost, without a task that waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+
+class ClientProtocol(HttpToolsProtocol):
+    """One client connection. ``on_gone`` is called when it is lost while a request is served."""
+
+    on_gone: Callable[[], None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Put the corked transport between uvicorn and the socket."""
+        super().connection_made(cast("asyncio.Transport", _Corked(transport, self.loop)))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let uvicorn note it first, so that whoever is woken finds it noted."""
+        super().connection_lost(exc)
+        if self.on_gone is not None:
+            self.on_gone()
+
+    def on_message_begin(self) -> None:
+        """Make the protocol known to the application."""
+        super().on_message_begin()
+        self.scope["extensions"] = {"leaseway": cast("dict[object, object]", self)}
+
+
+class _Corked:
+    """A transport whose writes leave together at the end of the present turn of the loop."""
+
+    __slots__ = ("_loop", "_parts", "_transport")
+
+    def __init__(self, transport: asyncio.BaseTransport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._loop = loop
+        self._parts: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Keep ``data`` until the turn ends."""
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def _flush(self) -> None:
+        if self._parts:
+            data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Close after what was written."""
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Whether the connection is closed or about to be."""
+        return self._transport.is_closing()
