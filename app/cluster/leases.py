@@ -21,6 +21,7 @@ from app.errors import AttemptFailed, RedisAway, Refused
 from app.model import Ask, Grant, Node, Outcome, Refusal
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
     from types import TracebackType
 
     from app.cluster.registry import Registry
@@ -59,6 +60,7 @@ class Leases:
         self._pending: set[str] = set()
         self._held: dict[str, str] = {}
         self._returning: dict[str, _Ending] = {}
+        self._debts: set[str] = set()  # of those returning, the ones whose release got no answer
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
@@ -151,10 +153,16 @@ class Leases:
         return answer, node
 
     def _first_token(self, lease_id: str, ttft_us: int) -> None:
-        """Record a sample, off the client's path: a lost one is not worth a wait."""
-        self._spawn_on_noscript(
-            self._scripts.first_token(lease_id, replica=self._replica, ttft_us=ttft_us)
-        )
+        """Send the sample now, ahead of the release; a lost one is not worth a wait."""
+        sent = self._scripts.send_first_token(lease_id, replica=self._replica, ttft_us=ttft_us)
+        sent.add_done_callback(partial(self._sampled, lease_id, ttft_us))
+
+    def _sampled(self, lease_id: str, ttft_us: int, sent: asyncio.Future[Any]) -> None:
+        error = None if sent.cancelled() else sent.exception()
+        if isinstance(error, NoScript):
+            self._spawn(self._scripts.first_token(lease_id, replica=self._replica, ttft_us=ttft_us))
+        elif error is not None and not isinstance(error, RedisAway):
+            log.error("the sample of %s was refused: %s", lease_id, error)
 
     def _give_back(self, lease_id: str, ending: _Ending) -> None:
         """Send the release now and keep it on the books until Redis has confirmed."""
@@ -177,9 +185,9 @@ class Leases:
     def _confirmed(self, lease_id: str, sent: asyncio.Future[Any]) -> None:
         error = None if sent.cancelled() else sent.exception()
         if isinstance(error, NoScript):
-            self._spawn_on_noscript(self._settle(lease_id))
+            self._spawn(self._settle(lease_id))
         elif isinstance(error, RedisAway) or sent.cancelled():
-            return  # stays in _returning: the heartbeat sends it again
+            self._debts.add(lease_id)  # stays in _returning: the heartbeat sends it again
         else:
             self._returning.pop(lease_id, None)
             if error is not None:
@@ -198,9 +206,10 @@ class Leases:
                 decode_us=ending.decode_us,
             )
             self._returning.pop(lease_id, None)
+        self._debts.discard(lease_id)
 
-    def _spawn_on_noscript(self, call: Any) -> None:
-        task = asyncio.ensure_future(call)
+    def _spawn(self, call: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(call)
         self._tasks.add(task)
         task.add_done_callback(self._spawned_done)
 
@@ -220,7 +229,7 @@ class Leases:
         # has seen. Pending and returning leases may or may not be among them.
         low, maybe = len(self._held), len(self._pending) + len(self._returning)
         count, known = await self._scripts.renew(replica=self._replica, ttl_ms=self._ttl_ms)
-        for lease_id in list(self._returning):
+        for lease_id in list(self._debts):
             await self._settle(lease_id)
         if not known or not low <= count <= low + maybe:
             await self._reconcile()

@@ -171,6 +171,10 @@ class Scripts:
         )  # fmt: skip
         return _decode(lease_id, reply)
 
+    def send_first_token(self, lease_id: str, *, replica: str, ttft_us: int) -> asyncio.Future[Any]:
+        """Send ``first_token`` now; the future may end in ``NoScript``, which the caller heals."""
+        return self.send("first_token", (self.keys.leases(replica),), lease_id, max(ttft_us, 1))
+
     async def first_token(self, lease_id: str, *, replica: str, ttft_us: int) -> bool:
         """Record a TTFT sample; False when the lease is gone."""
         reply = await self.run(
