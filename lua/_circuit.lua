@@ -9,7 +9,7 @@ local function settle(node, lease, outcome, cool_ms, chance, n, now)
   local function trip()
     node.circuit, node.trial, node.opens, node.tripped_at_ms = 'open', '', node.opens + 1, now
     local ms = math.min(OPEN_MS * 2 ^ math.min(node.opens - 1, 20), OPEN_MAX_MS)
-    due(node, now + math.floor(ms * (1 + 0.2 * chance)))
+    due(node, math.max(node.cooling_until_ms, now + math.floor(ms * (1 + 0.2 * chance))))
   end
   -- A trial that told nothing (client left, node busy) frees its place for the next request.
   local function free_trial(at_ms)
@@ -26,10 +26,9 @@ local function settle(node, lease, outcome, cool_ms, chance, n, now)
   elseif outcome == 'failed' and fresh then
     node.streak = node.streak + 1
     if node.streak >= FAILURE_THRESHOLD then trip() end
-  elseif outcome == 'saturated' then
+  elseif outcome == 'saturated' and (trial or fresh) then
     node.cooling_until_ms = math.max(node.cooling_until_ms, now + cool_ms)
-    if trial then free_trial(node.cooling_until_ms)
-    elseif node.circuit == 'closed' then due(node, node.cooling_until_ms) end
+    if trial then free_trial(node.cooling_until_ms) else due(node, node.cooling_until_ms) end
   elseif trial then
     free_trial(now)
   end

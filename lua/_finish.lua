@@ -1,8 +1,13 @@
 -- _finish: ending a lease; after _circuit. The counter moves only when the lease does.
 
 local function parse(id, text)
-  local node, epoch, start, size = string.match(text, '^(%S+) (%d+) (%d+) (%d+)$')
-  return {id = id, node = node, epoch = epoch, start_ms = tonumber(start), size = size}
+  local node, epoch, start, size, heard = string.match(text, '^(%S+) (%d+) (%d+) (%d+)(%+?)$')
+  return {id = id, node = node, epoch = epoch, start_ms = tonumber(start), size = size,
+    heard = heard == '+'}
+end
+
+local function known_outcome(i)
+  demand(string.find(' ok failed saturated rejected abandoned ', ' ' .. ARGV[i] .. ' ', 1, true), i)
 end
 
 -- At most once; counter, record and score in one step. Returns nil when the lease was already

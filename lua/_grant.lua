@@ -19,10 +19,12 @@ local function pick(score_key, tried, tries, chance)
       local a = math.floor(chance * m)
       local b = math.floor((chance * m - a) * (m - 1))
       if b >= a then b = b + 1 end
-      for _, rank in ipairs({math.min(a, b), math.max(a, b)}) do
-        local drawn = redis.call('ZREVRANGE', score_key, rank, rank, 'WITHSCORES')
-        if not tried[drawn[1]] then return drawn[1], drawn[2] end
-      end
+      local one = redis.call('ZREVRANGE', score_key, a, a, 'WITHSCORES')
+      local two = redis.call('ZREVRANGE', score_key, b, b, 'WITHSCORES')
+      -- Of equals the first drawn: by rank alone the last of the set would never be chosen.
+      if one[2] ~= two[2] and b < a then one, two = two, one end
+      if not tried[one[1]] then return one[1], one[2] end
+      if not tried[two[1]] then return two[1], two[2] end
     end
   end
   local top = redis.call('ZREVRANGE', score_key, 0, tries + 1, 'WITHSCORES')
@@ -63,26 +65,24 @@ local function refuse(score_key, due_key, tried, now)
   return {'down', tostring(at and math.max(1, math.ceil(tonumber(at) - now)) or 1000)}
 end
 
--- The open node that is due for its single trial; a cooled one is made eligible again.
+-- The open node that is due for its single trial; cooled ones are made eligible again. A node that
+-- this request has tried, or that cannot be tried now, does not stand in front of the others.
 local function trial(due_key, id, tried, now)
-  local first = redis.call('ZRANGEBYSCORE', due_key, '-inf', now, 'LIMIT', 0, 1)[1]
-  if not first or tried[first] then return nil end
-  local node = read(first)
-  if not node then
-    redis.call('ZREM', due_key, first)
-    return nil
-  end
-  local n = active(first)
-  if node.circuit == 'closed' then
-    due(node, nil)
-    keep(node, n, now)
-  elseif node.state == 'active' and node.health == 'ok' and n < node.capacity then
-    due(node, now + TRIAL_MS) -- a trial that is never heard of again does not last for ever
-    node.circuit, node.trial = 'half_open', id
-    keep(node, n, now, 'circuit', 'half_open', 'trial', id)
-    return first
-  else
-    due(node, now + OPEN_MS) -- open and also down, draining or full: look again later
+  for _, first in ipairs(redis.call('ZRANGEBYSCORE', due_key, '-inf', now, 'LIMIT', 0, 16)) do
+    local node, n = read(first), active(first)
+    if not node then
+      redis.call('ZREM', due_key, first)
+    elseif node.circuit == 'closed' then
+      due(node, node.cooling_until_ms > now and node.cooling_until_ms or nil)
+      keep(node, n, now)
+    elseif node.state ~= 'active' or node.health ~= 'ok' or n >= node.capacity then
+      due(node, now + OPEN_MS) -- open and also down, draining or full: look again later
+    elseif not tried[first] then
+      due(node, now + TRIAL_MS) -- a trial that is never heard of again does not last for ever
+      node.circuit, node.trial = 'half_open', id
+      keep(node, n, now, 'circuit', 'half_open', 'trial', id)
+      return first
+    end
   end
   return nil
 end
@@ -110,18 +110,30 @@ local function own(replicas, replica, ttl_ms, now)
   end
 end
 
+-- Checks the arguments that `acquire` and `move` share.
+local function check_ask()
+  whole(5, 6)
+  local chance = tonumber(ARGV[7])
+  demand(chance and chance >= 0 and chance < 1, 7)
+  return chance
+end
+
 -- Choose, lease, re-score: the one step that `acquire` and `move` share.
 local function grant(leases, id, size, chance, tried, tries)
   local score_key, due_key, now = KEYS[1], KEYS[2], clock()
   own(KEYS[4], ARGV[4], tonumber(ARGV[5]), now)
   local chosen, best, half_open = nil, '0', '0'
-  if redis.call('EXISTS', due_key) == 1 then
+  if redis.call('EXISTS', due_key) == 1 and redis.call('HEXISTS', leases, id) == 0 then
     chosen = trial(due_key, id, tried, now)
     if chosen then half_open = '1' end
   end
   while true do
     if not chosen then chosen, best = pick(score_key, tried, tries, chance) end
-    if not chosen then return refuse(score_key, due_key, tried, now) end
+    if not chosen then
+      local held = redis.call('HGET', leases, id) -- asked again when it took the last place
+      if held then return {'leased', held, '0', '0'} end
+      return refuse(score_key, due_key, tried, now)
+    end
     local base, capacity, models, epoch = unpack(redis.call('HMGET', prefix .. 'node:' .. chosen,
       'base', 'capacity', 'models', 'epoch'))
     base, capacity = tonumber(base or ''), tonumber(capacity or '')
@@ -136,8 +148,8 @@ local function grant(leases, id, size, chance, tried, tries)
     end
     -- A score that the record does not bear out (keys edited by hand): mend the set, look again.
     -- Each round takes one such node out, so this ends.
-    if models then put(chosen, base, capacity, models, n)
-    else redis.call('ZREM', score_key, chosen) end
+    redis.call('ZREM', score_key, chosen)
+    if models then put(chosen, base, capacity, models, n) end
     chosen = nil
   end
 end

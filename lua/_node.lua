@@ -10,6 +10,15 @@
 
 local prefix = ARGV[2]
 
+-- Arguments are checked before the first write: a script that fails half way leaves its writes.
+local function demand(good, i)
+  if not good then error({err = 'LEASEWAY bad ARGV[' .. i .. ']: ' .. tostring(ARGV[i])}) end
+end
+
+local function whole(from, to)
+  for i = from, to do demand(string.find(ARGV[i] or '', '^%d+$'), i) end
+end
+
 local function clock()
   if ARGV[1] ~= '' then return tonumber(ARGV[1]) end
   local t = redis.call('TIME')

@@ -17,5 +17,6 @@
 -- Returns {'leased', record, score, trial} or {reason, retry_ms} with reason unknown, down,
 -- full or spent. Repeating the call for the same lease returns the same record.
 
+local chance = check_ask()
 local tried, tries = tried_from(8)
-return grant(KEYS[3], ARGV[3], ARGV[6], tonumber(ARGV[7]), tried, tries)
+return grant(KEYS[3], ARGV[3], ARGV[6], chance, tried, tries)

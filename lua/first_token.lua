@@ -9,13 +9,18 @@
 -- ARGV[3] lease     id
 -- ARGV[4] ttft      microseconds from the lease to the first generated token
 --
--- Returns 1, or 0 when the lease is gone or the node was replaced meanwhile: no sample then.
+-- Returns 1, or 0 when the lease is gone, the node was replaced meanwhile, or the lease has left its
+-- sample already (a '+' behind its record says so): no sample then.
 
+whole(4, 4)
 local text = redis.call('HGET', KEYS[1], ARGV[3])
 if not text then return 0 end
 local lease, ttft_us = parse(ARGV[3], text), tonumber(ARGV[4])
 local node, now = read(lease.node), clock()
-if not node or node.epoch ~= tonumber(lease.epoch) or node.state == 'removed' then return 0 end
+if not node or node.epoch ~= tonumber(lease.epoch) or node.state == 'removed' or lease.heard then
+  return 0
+end
+redis.call('HSET', KEYS[1], ARGV[3], text .. '+')
 
 local key, horizon = prefix .. 'ttft:' .. node.id, now - SAMPLE_MAX_AGE_MS
 if node.last_sample_ms < horizon then -- the whole window is too old; its list has expired too

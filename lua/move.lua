@@ -20,9 +20,11 @@
 -- Returns what acquire returns. The old lease ends even when no other node can be leased.
 -- Repeating the call for the same new lease returns the same record and ends nothing twice.
 
+local chance = check_ask()
+known_outcome(9)
+whole(10, 10)
 local held = redis.call('HGET', KEYS[3], ARGV[3])
 if held then return {'leased', held, '0', '0'} end
-local chance = tonumber(ARGV[7])
 finish(KEYS[3], ARGV[8], ARGV[9], tonumber(ARGV[10]), chance)
 local tried, tries = tried_from(11)
 return grant(KEYS[3], ARGV[3], ARGV[6], chance, tried, tries)

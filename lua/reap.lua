@@ -9,13 +9,14 @@
 -- Returns {leases ended, replica, 1 when more are waiting}; replica is '' when all are alive.
 -- The dead replica's key of leases is built from the prefix.
 
+whole(3, 3)
 local now = clock()
 local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1)[1]
 if not dead then return {0, '', 0} end
 local key, ended = prefix .. 'leases:' .. dead, 0
-local found = redis.call('HSCAN', key, 0, 'COUNT', tonumber(ARGV[3]))[2]
-for i = 1, math.min(#found, 2 * tonumber(ARGV[3])), 2 do
-  if finish(key, found[i], 'abandoned', 0, 0) then ended = ended + 1 end
+-- Not HSCAN from 0: once its first buckets are empty it finds nothing for ever.
+for _, id in ipairs(redis.call('HRANDFIELD', key, tonumber(ARGV[3]))) do
+  if finish(key, id, 'abandoned', 0, 0) then ended = ended + 1 end
 end
 local left = redis.call('HLEN', key)
 if left == 0 then redis.call('ZREM', KEYS[1], dead) end

@@ -12,13 +12,15 @@
 -- Returns how many were put back. One that is known already counts nothing; one whose node is
 -- gone from the registry stays away.
 
+whole(4, 4)
+for i = 5, #ARGV, 2 do demand(string.find(ARGV[i + 1] or '', '^%S+ %d+ %d+ %d+%+?$'), i + 1) end
 own(KEYS[2], ARGV[3], tonumber(ARGV[4]), clock())
 local back = 0
 for i = 5, #ARGV, 2 do
-  local id = string.match(ARGV[i + 1], '^(%S+) %d+ %d+ %d+$')
-  local base, capacity, models = unpack(redis.call('HMGET', prefix .. 'node:' .. id,
-    'base', 'capacity', 'models'))
-  if models and redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) == 1 then
+  local id = string.match(ARGV[i + 1], '^%S+')
+  local base, capacity, models, state = unpack(redis.call('HMGET', prefix .. 'node:' .. id,
+    'base', 'capacity', 'models', 'state'))
+  if models and state ~= 'removed' and redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) == 1 then
     count(id, tonumber(base), tonumber(capacity), models)
     back = back + 1
   end

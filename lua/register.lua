@@ -13,8 +13,10 @@
 --
 -- Returns {'added' | 'changed' | 'same', epoch}.
 
+demand(string.find(ARGV[3], '^%S+$'), 3)
+demand(#ARGV % 2 == 0, #ARGV)
 local id, models, now = ARGV[3], ARGV[4], clock()
-local old = read(id)
+local old, at = read(id), nil -- at: when an open or cooling node was to be looked at again
 local said, epoch = 'same', old and old.epoch or 0
 if not old or old.state == 'removed' then
   said, epoch = 'added', math.max(now, epoch + 1)
@@ -23,8 +25,11 @@ if not old or old.state == 'removed' then
     'epoch', string.format('%d', epoch))
 elseif old.models ~= models then
   said = 'changed'
+  for model in string.gmatch(old.models, '[^\n]+') do
+    at = at or redis.call('ZSCORE', prefix .. 'due:' .. model, id)
+    redis.call('ZREM', prefix .. 'score:' .. model, id)
+  end
   due(old, nil)
-  for model in string.gmatch(old.models, '[^\n]+') do redis.call('ZREM', prefix .. 'score:' .. model, id) end
 end
 redis.call('SADD', KEYS[1], id)
 for i = 5, #ARGV, 2 do
@@ -35,6 +40,8 @@ for i = 5, #ARGV, 2 do
 end
 redis.call('HSET', KEYS[2], 'models', models)
 local node = read(id)
-if said == 'changed' and (node.circuit ~= 'closed' or node.cooling_until_ms > now) then due(node, now) end
+if old and old.models ~= models and (node.circuit ~= 'closed' or node.cooling_until_ms > now) then
+  due(node, at or math.max(now, node.cooling_until_ms))
+end
 keep(node, active(id), now)
 return {said, string.format('%d', epoch)}

@@ -14,7 +14,12 @@
 -- Returns 1 when this call ended the lease, 0 when it was already gone (released before, or
 -- reaped): a retried or late release can never drive the counter below the truth.
 
-local node, tpot_us = finish(KEYS[1], ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]))
+known_outcome(4)
+whole(5, 5)
+local chance = tonumber(ARGV[6])
+demand(chance and chance >= 0 and chance < 1, 6)
+whole(7, 8)
+local node, tpot_us = finish(KEYS[1], ARGV[3], ARGV[4], tonumber(ARGV[5]), chance)
 if not node then return 0 end
 if ARGV[7] ~= '0' and node ~= '' then -- decode time per output token, mean over the last answers
   local now_us = ARGV[8] / ARGV[7]

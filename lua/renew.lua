@@ -12,5 +12,6 @@
 -- replica itself. Another number than the replica's own, or 0, means that something was
 -- reaped, flushed or lost.
 
+whole(4, 4)
 local new = redis.call('ZADD', KEYS[1], clock() + tonumber(ARGV[4]), ARGV[3])
 return {redis.call('HLEN', KEYS[2]), 1 - new}

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from app.config import KeySettings
 
 
-def hash_key(key: str) -> str:
+def hash_key(key: str | bytes) -> str:
     """The form in which a key is configured: ``sha256:`` and 64 hex digits."""
-    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+    raw = key.encode() if isinstance(key, str) else key
+    return "sha256:" + hashlib.sha256(raw).hexdigest()
 
 
 class Keys:
@@ -70,8 +71,8 @@ class Keys:
             )
 
 
-def _presented(headers: Mapping[bytes, bytes]) -> str:
+def _presented(headers: Mapping[bytes, bytes]) -> bytes:
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer" and token.strip():
-        return token.strip().decode("latin-1")
-    return headers.get(b"x-api-key", b"").strip().decode("latin-1")
+        return token.strip()
+    return headers.get(b"x-api-key", b"").strip()

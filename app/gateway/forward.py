@@ -179,11 +179,12 @@ class NodeConnection(asyncio.Protocol):
             self._timer = self._loop.call_at(self._deadline, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
-        if self._paused or self._loop.time() < self._deadline:
-            self._timer = self._loop.call_at(
-                max(self._deadline, self._loop.time() + 0.05), self._tick
-            )
+        timer, self._timer, now = self._timer, None, self._loop.time()
+        # A late timer: the replica itself stood still (SIGSTOP, a frozen machine). What the node
+        # has sent meanwhile is read first.
+        late = timer is not None and now - timer.when() > 0.1
+        if self._paused or late or now < self._deadline:
+            self._timer = self._loop.call_at(max(self._deadline, now + 0.05), self._tick)
             return
         if self._complete or not self.uses:
             self.abort()  # idle in the pool for long enough

@@ -60,7 +60,8 @@ class _Corked:
         if self._parts:
             data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts.clear()
-            self._transport.write(data)
+            if not self._transport.is_closing():  # the client may have left within this turn
+                self._transport.write(data)
 
     def close(self) -> None:
         """Close after what was written."""

@@ -71,9 +71,10 @@ class EventStream(Observed):
             if len(data) <= _EVENT_BYTES and not self._passing:
                 self._tail = data
                 return b""
-            self._tail, self._passing = b"", True
-            self.first_token = self.committed = True
-            return data
+            self._passing = self.first_token = self.committed = True
+            body = data.rstrip(b"\r\n")  # a line end may be half of the blank line: see it whole
+            self._tail = data[len(body) :]
+            return body
         ready, self._tail = (data, b"") if cut == len(data) else (data[:cut], data[cut:])
         self._passing = False
         self.committed = True
@@ -97,13 +98,13 @@ class EventStream(Observed):
         if b"\r" in ready:
             ready = ready.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         if self.first_token and not _may_matter(ready):
-            self._events += ready.count(b"data:")
+            self._events += _objects(ready)
             return
         for event in ready.split(b"\n\n"):
             if not self.first_token or _may_matter(event):
                 self._event(event)
-            elif b"data:" in event:
-                self._events += 1
+            else:
+                self._events += _objects(event)
 
     def _event(self, event: bytes) -> None:
         data = b"\n".join(
@@ -150,6 +151,12 @@ def _may_matter(events: bytes) -> bool:
     )
 
 
+def _objects(events: bytes) -> int:
+    """How many of ``events`` carry a JSON object, by a quick look: content, after the first."""
+    first = events.startswith((b"data: {", b"data:{"))
+    return first + events.count(b"\ndata: {") + events.count(b"\ndata:{")
+
+
 class JsonBody(Observed):
     """Observer of an answer in one piece."""
 
@@ -189,7 +196,9 @@ class JsonBody(Observed):
 
 def _boundary(data: bytes) -> int:
     """End of the last blank line in ``data``; 0 when there is none."""
-    end = max(data.rfind(b"\n\n"), data.rfind(b"\n\r"), data.rfind(b"\r\r")) + 2
+    # A CR at the very end is half of a CRLF: its event is handed on with the LF.
+    in_crlf = data.rfind(b"\n\r", 0, len(data) - 1)
+    end = max(data.rfind(b"\n\n"), in_crlf, data.rfind(b"\r\r")) + 2
     if end == 1:
         return 0
     return end + 1 if data[end - 1 : end + 1] == b"\r\n" else end

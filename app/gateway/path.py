@@ -83,6 +83,13 @@ class DataPlane:
         except ApiError as error:
             self._metrics.request("unknown", error.status)
             await client.fail(error, [(b"x-request-id", request_id)])
+        except Exception:
+            if client.started:
+                raise  # the server logs it and cuts the answer off
+            log.exception("request %s failed by a fault of the gateway", request_id.decode())
+            self._metrics.request("unknown", 500)
+            fault = ApiError(500, "The gateway failed.", kind="server_error", code="internal")
+            await client.fail(fault, [(b"x-request-id", request_id)])
         finally:
             client.unwatch()
             self._serving -= 1
@@ -168,7 +175,7 @@ class DataPlane:
                     await client.write(ready)
                 ready = observed.feed(await connection.read())
         except Broken as exc:
-            await self._break_off(client, lease, answer, exc)
+            await self._break_off(client, lease, call, answer, exc)
             return
         self._end(lease, call, answer, int((last_at - first_at) * 1e6))
         await client.finish(ready)
@@ -207,13 +214,15 @@ class DataPlane:
         )
 
     async def _break_off(
-        self, client: Client, lease: Lease, answer: Answer, broken: Broken
+        self, client: Client, lease: Lease, call: Call, answer: Answer, broken: Broken
     ) -> None:
         """The node broke off in mid-answer: say so, never pretend that it is complete."""
         log.warning("node %s: %s (%s)", lease.node.id, broken, broken.kind)
         lease.end(Outcome.FAILED)
-        self._metrics.attempt(lease.node.id, Outcome.FAILED.value)
         observed = answer.observed
+        self._metrics.request(call.model, answer.status)
+        self._metrics.attempt(lease.node.id, Outcome.FAILED.value)
+        self._metrics.book_tokens(call.model, observed.prompt_tokens, observed.tokens)
         if isinstance(observed, EventStream) and observed.between_events:
             error = ApiError(
                 502,

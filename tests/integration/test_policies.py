@@ -1,0 +1,172 @@
+"""Every policy serves 60 requests through two replicas over three nodes, in sensible shares."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import TYPE_CHECKING
+
+import pytest
+
+from app.lab.faults import Fault
+from app.lab.node import NodeConfig
+from app.lab.profiles import IDEAL
+from tests.support.fleet import CHAT, Fleet, Nodes, chat, pace, plain_async_http, plain_http
+from tests.support.servers import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping
+    from typing import Any
+
+REQUESTS = 60
+SLOW_MS = 120.0
+
+
+@contextmanager
+def cluster(
+    policy: str, configs: Mapping[str, NodeConfig] | None = None, **fields: Mapping[str, Any]
+) -> Iterator[tuple[Nodes, Fleet]]:
+    """Two replicas with ``policy`` over three nodes, a, b and c, that answer at once."""
+    equal = {node_id: NodeConfig(profile=IDEAL) for node_id in "abc"}
+    with (
+        Nodes(**{**equal, **(configs or {})}) as nodes,
+        Fleet(nodes.settings(**fields), replicas=2, scoring={"policy": policy}) as fleet,
+    ):
+        yield nodes, fleet
+        fleet.wait_settled()
+
+
+def one_by_one(fleet: Fleet, count: int = REQUESTS, model: str = "demo") -> Counter[str]:
+    """Shares of requests that never overlap, sent to the replicas in turn."""
+    body = {**chat(max_tokens=2, stream=True), "model": model}
+    shares: Counter[str] = Counter()
+    with plain_http() as http:
+        for url in islice(cycle(fleet.urls), count):
+            answer = http.post(url + CHAT, json=body)
+            assert answer.status_code == 200
+            assert answer.text.endswith("data: [DONE]\n\n")
+            shares[answer.headers["x-leaseway-node"]] += 1
+            # The release goes out before the answer's last byte, and may arrive after it.
+            fleet.wait_settled()
+    return shares
+
+
+@asynccontextmanager
+async def all_at_once(
+    nodes: Nodes, fleet: Fleet, count: int = REQUESTS, model: str = "demo"
+) -> AsyncIterator[Counter[str]]:
+    """Shares of requests sent in one moment and held by their nodes until the block ends."""
+    before = Counter(nodes.open())
+    for node_id in nodes.ids:
+        nodes[node_id].fault = Fault(mode="hang")
+    body = {**chat(), "model": model}
+    async with plain_async_http() as http:
+        urls = islice(cycle(fleet.urls), count)
+        held = [asyncio.create_task(http.post(url + CHAT, json=body)) for url in urls]
+        async with asyncio.timeout(20):
+            while sum(nodes.open().values()) < before.total() + count:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        truth = Counter(nodes.open())
+        assert truth == Counter(fleet.active())
+        yield truth - before
+        for task in held:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*held)
+    for node_id in nodes.ids:
+        nodes[node_id].fault = Fault()
+
+
+def even(shares: Counter[str]) -> bool:
+    """Whether all three nodes have the same share."""
+    return shares == {node_id: shares.total() // 3 for node_id in "abc"}
+
+
+async def test_round_robin_is_exactly_even_whoever_asks_and_when() -> None:
+    with cluster("round_robin") as (nodes, fleet):
+        assert even(one_by_one(fleet))
+        async with all_at_once(nodes, fleet) as shares:
+            assert even(shares)
+            # Load is nothing to it: a busy node gets its turn.
+            nodes["a"].fault = nodes["b"].fault = nodes["c"].fault = Fault()
+            assert even(await asyncio.to_thread(turns, fleet))
+
+
+def turns(fleet: Fleet) -> Counter[str]:
+    """Shares of 60 more requests while others are held."""
+    shares: Counter[str] = Counter()
+    with plain_http() as http:
+        for url in islice(cycle(fleet.urls), REQUESTS):
+            answer = http.post(url + CHAT, json=chat(max_tokens=1))
+            shares[answer.headers["x-leaseway-node"]] += 1
+    return shares
+
+
+async def test_random_spreads_over_all_nodes() -> None:
+    with cluster("random") as (nodes, fleet):
+        # Binomial, n = 60, p = 1/3: outside 4 to 40 once in a million.
+        shares = one_by_one(fleet)
+        assert shares.total() == REQUESTS
+        assert all(4 <= shares[node_id] <= 40 for node_id in "abc"), shares
+        async with all_at_once(nodes, fleet) as shares:
+            assert all(4 <= shares[node_id] <= 40 for node_id in "abc"), shares
+
+
+BUSY = {"a": NodeConfig(profile=IDEAL, models=("demo", "other"))}
+
+
+@pytest.mark.parametrize("policy", ["least_conn", "ttft"])
+async def test_equal_nodes_share_a_burst_evenly_and_a_busy_one_is_spared(policy: str) -> None:
+    with cluster(policy, BUSY) as (nodes, fleet):
+        async with all_at_once(nodes, fleet) as shares:
+            assert even(shares)
+        wait_until(fleet.settled, what="leases of clients that left are given back")
+        async with (
+            all_at_once(nodes, fleet, 15, model="other") as busy,
+            all_at_once(nodes, fleet, 30) as shares,
+        ):
+            assert busy == {"a": 15}
+            assert shares == {"b": 15, "c": 15}
+
+
+async def test_least_conn_spreads_over_idle_nodes() -> None:
+    with cluster("least_conn") as (_, fleet):
+        shares = one_by_one(fleet)
+        assert all(4 <= shares[node_id] <= 40 for node_id in "abc"), shares
+
+
+@pytest.mark.parametrize("policy", ["weighted_least_conn", "ttft"])
+async def test_weights_divide_a_burst_in_proportion(policy: str) -> None:
+    with cluster(policy, c={"weight": 3}) as (nodes, fleet):
+        async with all_at_once(nodes, fleet) as shares:
+            assert shares == {"a": 12, "b": 12, "c": 36}
+
+
+async def test_p2c_keeps_a_burst_nearly_even_and_leaves_no_idle_node_out() -> None:
+    with cluster("p2c", BUSY) as (nodes, fleet):
+        async with all_at_once(nodes, fleet) as shares:
+            assert max(shares.values()) - min(shares[node_id] for node_id in "abc") <= 6
+        wait_until(fleet.settled, what="leases of clients that left are given back")
+        async with (
+            all_at_once(nodes, fleet, 25, model="other"),
+            all_at_once(nodes, fleet, 30) as shares,
+        ):
+            assert shares["a"] == 0  # the worse of any two
+        wait_until(fleet.settled, what="leases of clients that left are given back")
+        shares = one_by_one(fleet)
+        assert all(4 <= shares[node_id] <= 40 for node_id in "abc"), shares
+
+
+@pytest.mark.parametrize("policy", ["ttft", "peak_ewma"])
+async def test_a_node_that_shows_itself_slow_gets_little(policy: str) -> None:
+    slow = NodeConfig(profile=replace(pace(SLOW_MS), name="slow"))
+    with cluster(policy, {"b": slow}) as (_, fleet):
+        shares = one_by_one(fleet)
+        assert shares["b"] <= 5, shares
+        assert shares.total() == REQUESTS
+        samples = [fleet.redis.llen(f"lw:{{default}}:ttft:{node_id}") for node_id in "abc"]
+        assert samples == [min(50, shares[node_id]) for node_id in "abc"]

@@ -1,0 +1,490 @@
+"""A pool as plain Python: what the scripts must answer and leave behind.
+
+Written from DESIGN (state, score, circuit) and the headers of the scripts, not from their code.
+Where the scripts keep counters and running sums, this model keeps the things that are counted:
+leases in a dict, samples in a list; loads and means are worked out anew each time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from app.config import Circuit, Scoring, Timeouts
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from app.config import Policy
+
+UNLOADED = {"random", "round_robin"}  # their score does not fall with load
+TWO_CHOICES = {"p2c", "peak_ewma"}
+LOOKED_AT = 16  # due nodes, or nodes of a refusal, that one call looks at
+LEAVING = 8  # samples that one call drops from a window
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The settings that scripts know as constants; times in ms."""
+
+    policy: Policy = "ttft"
+    alpha: float = 1.0
+    baseline_ms: float = 50
+    prior_ms: float = 100
+    floor_ms: float = 10
+    window: int = 50
+    max_age_ms: int = 300_000
+    threshold: int = 3
+    open_ms: int = 2000
+    open_max_ms: int = 60_000
+    trial_ms: int = 121_000
+
+    def sections(self) -> tuple[Scoring, Circuit, Timeouts]:
+        """The same as the application's settings."""
+        return (
+            Scoring(
+                policy=self.policy,
+                alpha=self.alpha,
+                ttft_baseline_ms=self.baseline_ms,
+                ttft_prior_ms=self.prior_ms,
+                ttft_floor_ms=self.floor_ms,
+                window=self.window,
+                sample_max_age_s=self.max_age_ms / 1000,
+            ),
+            Circuit(
+                failure_threshold=self.threshold,
+                open_s=self.open_ms / 1000,
+                open_max_s=self.open_max_ms / 1000,
+            ),
+            Timeouts(connect_s=1, first_token_s=self.trial_ms / 1000 - 1),
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One first token."""
+
+    ttft_us: int
+    size: int
+    at_ms: int
+
+    def __str__(self) -> str:
+        return f"{self.ttft_us}:{self.size}:{self.at_ms}"
+
+
+@dataclass
+class Lease:
+    """A lease as written: ``heard`` once its sample was taken."""
+
+    node: str
+    epoch: int
+    start_ms: int
+    size: int
+    heard: bool = False
+
+    @classmethod
+    def parse(cls, record: str) -> Lease:
+        """Read a record back."""
+        node, epoch, start, size = record.split(" ")
+        return cls(node, int(epoch), int(start), int(size.rstrip("+")), size.endswith("+"))
+
+    def __str__(self) -> str:
+        mark = "+" if self.heard else ""
+        return f"{self.node} {self.epoch} {self.start_ms} {self.size}{mark}"
+
+
+@dataclass
+class Node:
+    """One node; ``idle`` is its score without load, as last worked out at ``rated_ms``."""
+
+    id: str
+    models: tuple[str, ...]
+    epoch: int
+    set_by_hand: dict[str, str] = field(default_factory=dict)
+    removed: bool = False
+    circuit: str = "closed"
+    trial: str = ""
+    streak: int = 0
+    opens: int = 0
+    tripped_ms: int = 0
+    cooling_ms: int = 0
+    due_ms: int | None = None
+    window: list[Sample] = field(default_factory=list)
+    ewma_us: float = 0.0
+    picked: int = 0
+    tpot_us: float | None = None
+    idle: float = 0.0
+    rated_ms: int = 0
+
+    @property
+    def state(self) -> str:
+        """What the operator wants of it."""
+        return self.set_by_hand.get("state", "active")
+
+    @property
+    def weight(self) -> float:
+        """K of the formula."""
+        return float(self.set_by_hand["weight"])
+
+    @property
+    def capacity(self) -> int:
+        """Most leases at once."""
+        return int(self.set_by_hand["capacity"])
+
+    def look_again(self, at_ms: int | None) -> None:
+        """List it as due at ``at_ms``, in the lists of its models."""
+        self.due_ms = at_ms if self.models else None
+
+
+def idle_score(node: Node, tuning: Tuning, now: int) -> float:
+    """The published formula with C = 0; 0 for a node that must not be chosen."""
+    usable = node.state == "active" and not node.removed and node.circuit == "closed"
+    if not usable or node.cooling_ms > now:
+        return 0.0
+    if tuning.policy == "ttft":
+        t_ms = tuning.prior_ms
+        if node.window and now - node.window[0].at_ms <= tuning.max_age_ms:
+            mean_us = sum(sample.ttft_us for sample in node.window) / len(node.window)
+            t_ms = max(mean_us / 1000, tuning.floor_ms)
+        return node.weight / (tuning.alpha * t_ms / tuning.baseline_ms + (1 - tuning.alpha))
+    ewma_ms = node.ewma_us / 1000 or tuning.prior_ms
+    return {
+        "least_conn": 1.0,
+        "p2c": 1.0,
+        "random": 1.0,
+        "weighted_least_conn": node.weight,
+        "round_robin": 1 / (1 + node.picked),
+        "peak_ewma": 1000 / ewma_ms,
+    }[tuning.policy]
+
+
+def live_score(idle: float, load: int, capacity: int, policy: str) -> float:
+    """The idle score with ``load`` leases in flight."""
+    if load >= capacity:
+        return 0.0
+    return idle if policy in UNLOADED else idle / (load + 1)
+
+
+class Oracle:
+    """A pool. The methods are the verbs; ``now`` in ms, ``chance`` in [0, 1)."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+        self.nodes: dict[str, Node] = {}
+        self.leases: dict[str, dict[str, Lease]] = {}  # replica → lease id → lease
+        self.replicas: dict[str, int] = {}
+        self.turn = 0
+
+    # What follows from the state
+
+    def load(self, node_id: str) -> int:
+        """Leases that name the node, over all replicas."""
+        return sum(lease.node == node_id for held in self.leases.values() for lease in held.values())
+
+    def score(self, node: Node) -> float:
+        """Live score."""
+        return live_score(node.idle, self.load(node.id), node.capacity, self.tuning.policy)
+
+    def serving(self, model: str) -> list[Node]:
+        """Registered nodes of a model, best first; of equals the order of a ZSET backwards."""
+        nodes = [n for n in self.nodes.values() if model in n.models and not n.removed]
+        return sorted(nodes, key=lambda n: (self.score(n), n.id), reverse=True)
+
+    def _rate(self, node: Node, now: int) -> None:
+        node.idle, node.rated_ms = idle_score(node, self.tuning, now), now
+
+    # acquire, move
+
+    def acceptable(self, model: str, tried: Collection[str]) -> set[str]:
+        """The nodes that may be chosen: the best untried; with two choices, all but the worst."""
+        eligible = [n for n in self.serving(model) if self.score(n) > 0]
+        untried = [n for n in eligible if n.id not in tried]
+        if self.tuning.policy in TWO_CHOICES and len(eligible) > len(tried) + 1:
+            return {
+                n.id
+                for n in untried
+                if any(o is not n and (o.id in tried or self.score(o) <= self.score(n))
+                       for o in eligible)
+            }  # fmt: skip
+        best = max((self.score(n) for n in untried), default=0.0)
+        return {n.id for n in untried if self.score(n) == best}
+
+    def _trial(self, model: str, lease_id: str, tried: Collection[str], now: int) -> Node | None:
+        """Look at due nodes, longest waiting first; the one that gets its trial."""
+        due = [n for n in self.nodes.values() if model in n.models and n.due_ms is not None]
+        due = [n for n in due if (n.due_ms or 0) <= now]
+        for node in sorted(due, key=lambda n: (n.due_ms, n.id))[:LOOKED_AT]:
+            if node.circuit == "closed":
+                node.look_again(node.cooling_ms if node.cooling_ms > now else None)
+                self._rate(node, now)
+            elif node.state != "active" or self.load(node.id) >= node.capacity:
+                node.look_again(now + self.tuning.open_ms)
+            elif node.id not in tried:
+                node.circuit, node.trial = "half_open", lease_id
+                node.look_again(now + self.tuning.trial_ms)
+                self._rate(node, now)
+                return node
+        return None
+
+    def _refusal(self, model: str, tried: Collection[str], now: int) -> tuple[str, int]:
+        serving = self.serving(model)[:LOOKED_AT]
+        untried = [n for n in serving if n.id not in tried]
+        if not serving:
+            return "unknown", 0
+        if not untried:
+            return "spent", 0
+        if any(idle_score(n, self.tuning, now) > 0 for n in untried):
+            return "full", 1000
+        due = [n.due_ms for n in self.nodes.values() if model in n.models and n.due_ms is not None]
+        return "down", max(1, min(due) - now) if due else 1000
+
+    def acquire(
+        self,
+        lease_id: str,
+        model: str,
+        replica: str,
+        *,
+        ttl_ms: int,
+        size: int,
+        tried: Collection[str],
+        now: int,
+        witness: str,
+    ) -> tuple[str, ...]:
+        """The reply, as text. ``witness`` is the node that the script chose: among those that
+        chance may choose it is taken, any other fails here."""
+        self.replicas.setdefault(replica, now + ttl_ms)
+        held = self.leases.setdefault(replica, {})
+        if lease_id in held:
+            return ("leased", str(held[lease_id]), "0", "0")
+        node, before, trial = self._trial(model, lease_id, tried, now), 0.0, True
+        if node is None:
+            allowed, trial = self.acceptable(model, tried), False
+            if not allowed:
+                reason, retry_ms = self._refusal(model, tried, now)
+                return (reason, str(retry_ms))
+            assert witness in allowed, f"{witness} was chosen, right are {allowed}"
+            node = self.nodes[witness]
+            before = self.score(node)
+        held[lease_id] = Lease(node.id, node.epoch, now, size)
+        self._turn(node, now)
+        return ("leased", str(held[lease_id]), repr(before), "1" if trial else "0")
+
+    def _turn(self, node: Node, now: int) -> None:
+        """Round robin: a node that got its turn goes behind all others."""
+        if self.tuning.policy == "round_robin" and node.idle > 0:
+            self.turn += 1
+            node.picked = self.turn
+            node.idle = 1 / (1 + self.turn)
+
+    def move(
+        self,
+        lease_id: str,
+        model: str,
+        replica: str,
+        *,
+        ttl_ms: int,
+        size: int,
+        tried: Collection[str],
+        old: str,
+        outcome: str,
+        cool_ms: int,
+        chance: float,
+        now: int,
+        witness: str,
+    ) -> tuple[str, ...]:
+        """End ``old``, then what acquire does."""
+        if lease_id not in self.leases.get(replica, {}):
+            self._end(replica, old, outcome, cool_ms, chance, now)
+        return self.acquire(
+            lease_id, model, replica, ttl_ms=ttl_ms, size=size, tried=tried, now=now,
+            witness=witness,
+        )  # fmt: skip
+
+    # first_token, release
+
+    def first_token(self, lease_id: str, replica: str, *, ttft_us: int, now: int) -> int:
+        """1 when a sample was taken."""
+        lease = self.leases.get(replica, {}).get(lease_id)
+        node = self.nodes.get(lease.node) if lease else None
+        if not lease or not node or node.removed or node.epoch != lease.epoch or lease.heard:
+            return 0
+        lease.heard = True
+        last_ms = node.window[0].at_ms if node.window else 0
+        if last_ms < now - self.tuning.max_age_ms:
+            node.window.clear()
+        node.window.insert(0, Sample(ttft_us, lease.size, now))
+        for _ in range(LEAVING):
+            oldest = node.window[-1]
+            too_old = oldest.at_ms < now - self.tuning.max_age_ms
+            if too_old or len(node.window) > self.tuning.window:
+                node.window.pop()
+        calm = math.exp(-(now - last_ms) / 10_000)
+        peak = ttft_us > node.ewma_us
+        ewma = ttft_us if peak else node.ewma_us * calm + ttft_us * (1 - calm)
+        node.ewma_us = float(f"{ewma:.0f}")
+        if node.circuit == "half_open" and node.trial == lease_id:
+            self._close(node, now)
+        self._rate(node, now)
+        return 1
+
+    def release(
+        self,
+        lease_id: str,
+        replica: str,
+        *,
+        outcome: str,
+        cool_ms: int,
+        chance: float,
+        tokens: int,
+        decode_us: int,
+        now: int,
+    ) -> int:
+        """1 when this call ended the lease."""
+        lease = self.leases.get(replica, {}).get(lease_id)
+        if lease is None:
+            return 0
+        self._end(replica, lease_id, outcome, cool_ms, chance, now)
+        node = self.nodes.get(lease.node)
+        if tokens and node and not node.removed and node.epoch == lease.epoch:
+            per_token = decode_us / tokens
+            old = node.tpot_us
+            mean = per_token if old is None else old + (per_token - old) / 20
+            node.tpot_us = float(f"{mean:.1f}")
+        return 1
+
+    def _end(
+        self, replica: str, lease_id: str, outcome: str, cool_ms: int, chance: float, now: int
+    ) -> bool:
+        lease = self.leases.get(replica, {}).pop(lease_id, None)
+        if lease is None:
+            return False
+        node = self.nodes.get(lease.node)
+        if node is None:
+            return True
+        if node.removed:
+            if self.load(node.id) == 0:
+                del self.nodes[node.id]
+            return True
+        unremarkable = outcome == "ok" and node.streak == 0
+        if node.epoch == lease.epoch and not unremarkable:
+            self._learn(node, lease_id, lease, outcome, cool_ms, chance, now)
+            self._rate(node, now)
+        return True
+
+    def _learn(
+        self,
+        node: Node,
+        lease_id: str,
+        lease: Lease,
+        outcome: str,
+        cool_ms: int,
+        chance: float,
+        now: int,
+    ) -> None:
+        """What the ending says of the circuit."""
+        on_trial = node.circuit == "half_open" and node.trial == lease_id
+        if not on_trial and (node.circuit != "closed" or lease.start_ms < node.tripped_ms):
+            return  # a late result
+        if outcome == "ok":
+            if on_trial:
+                self._close(node, now)
+            node.streak = node.opens = 0
+        elif outcome == "failed":
+            node.streak += not on_trial
+            if on_trial or node.streak >= self.tuning.threshold:
+                self._trip(node, chance, now)
+        elif outcome == "saturated":
+            node.cooling_ms = max(node.cooling_ms, now + cool_ms)
+            if on_trial:
+                node.circuit, node.trial = "open", ""
+            node.look_again(node.cooling_ms)
+        elif on_trial:  # rejected, abandoned: the place of the trial is free again
+            node.circuit, node.trial = "open", ""
+            node.look_again(now)
+
+    def _close(self, node: Node, now: int) -> None:
+        node.circuit, node.trial, node.streak, node.opens = "closed", "", 0, 0
+        node.look_again(node.cooling_ms if node.cooling_ms > now else None)
+
+    def _trip(self, node: Node, chance: float, now: int) -> None:
+        """Open: 2 s, doubled each time up to 60 s, and up to a fifth more by chance."""
+        ms = min(self.tuning.open_ms * 2**node.opens, self.tuning.open_max_ms)
+        node.circuit, node.trial, node.tripped_ms = "open", "", now
+        node.opens += 1
+        node.look_again(max(node.cooling_ms, now + math.floor(ms * (1 + 0.2 * chance))))
+
+    # renew, reassert, reap
+
+    def renew(self, replica: str, *, ttl_ms: int, now: int) -> tuple[int, int]:
+        """(leases known, whether the replica was)."""
+        known = replica in self.replicas
+        self.replicas[replica] = now + ttl_ms
+        return len(self.leases.get(replica, {})), int(known)
+
+    def reassert(
+        self, replica: str, pairs: Iterable[tuple[str, str]], *, ttl_ms: int, now: int
+    ) -> int:
+        """How many leases were put back."""
+        self.replicas.setdefault(replica, now + ttl_ms)
+        held = self.leases.setdefault(replica, {})
+        back = 0
+        for lease_id, record in pairs:
+            node = self.nodes.get(Lease.parse(record).node)
+            if node is not None and not node.removed and lease_id not in held:
+                held[lease_id] = Lease.parse(record)
+                self._turn(node, now)
+                back += 1
+        return back
+
+    def reap(self, *, limit: int, now: int, witness: Collection[str]) -> tuple[int, str, int]:
+        """(ended, replica, more). ``witness``: which leases the script ended, any ``limit``."""
+        dead = sorted((at, r) for r, at in self.replicas.items() if at <= now)
+        if not dead:
+            return 0, "", 0
+        replica = dead[0][1]
+        held = self.leases.get(replica, {})
+        assert len(witness) == min(limit, len(held)), (witness, held)
+        for lease_id in witness:
+            assert self._end(replica, lease_id, "abandoned", 0, 0, now), lease_id
+        if not self.leases.get(replica):
+            del self.replicas[replica]
+        more = any(at <= now for at in self.replicas.values())
+        return len(witness), replica, int(more)
+
+    # register, unregister
+
+    def register(
+        self, node_id: str, models: tuple[str, ...], fields: dict[str, str], *, now: int
+    ) -> tuple[str, str]:
+        """('added' | 'changed' | 'same', epoch)."""
+        node = self.nodes.get(node_id)
+        if node is None or node.removed:
+            epoch = max(now, node.epoch + 1 if node else 0)
+            node = self.nodes[node_id] = Node(node_id, models, epoch, dict(fields))
+            said = "added"
+        else:
+            new = {**{"state": "active"}, **node.set_by_hand, **fields}
+            old = {**{"state": "active"}, **node.set_by_hand}
+            said = "same" if (new, models) == (old, node.models) else "changed"
+            node.set_by_hand.update(fields)
+            if models != node.models:
+                again = node.due_ms
+                node.models = models
+                waits = node.circuit != "closed" or node.cooling_ms > now
+                kept = max(now, node.cooling_ms) if again is None else again
+                node.look_again(kept if waits else None)
+        self._rate(node, now)
+        return said, str(node.epoch)
+
+    def unregister(self, node_id: str, *, now: int) -> int:
+        """Leases still running on it, or -1."""
+        node = self.nodes.get(node_id)
+        if node is None:
+            return -1
+        node.removed, node.due_ms = True, None
+        self._rate(node, now)
+        running = self.load(node_id)
+        if running == 0:
+            del self.nodes[node_id]
+        return running

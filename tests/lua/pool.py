@@ -1,0 +1,198 @@
+"""The verbs on a real server, one plain call each; time and chance are arguments.
+
+Also reads the whole state back: ``Pool.state()`` is every key of the server, so that a test can
+say "nothing else changed".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import NoScriptError
+
+from app.cluster.scripts import VERBS, constants, text
+from app.keys import pool_keys
+from tests.lua.oracle import Tuning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import redis
+
+T0 = 1_700_000_000_000  # a time in ms, to begin with
+TTL_MS = 10_000
+
+
+class Pool:
+    """A pool under one tuning. ``now`` is the time that calls see; tests move it."""
+
+    def __init__(self, client: redis.Redis, tuning: Tuning | None = None) -> None:
+        self.client: Any = client
+        self.tuning = tuning or Tuning()
+        self.keys = pool_keys("lw", "default")
+        self.now: int | str = T0
+        self._texts = {verb: text(verb, constants(*self.tuning.sections())) for verb in VERBS}
+        self._digests = {verb: self.client.script_load(body) for verb, body in self._texts.items()}
+
+    def run(self, verb: str, keys: Sequence[str], *args: str | float) -> Any:
+        """One call."""
+        rest = (len(keys), *keys, self.now, self.keys.prefix, *args)
+        try:
+            return self.client.evalsha(self._digests[verb], *rest)
+        except NoScriptError:
+            return self.client.eval(self._texts[verb], *rest)
+
+    def later(self, ms: int) -> None:
+        """Let time pass."""
+        assert isinstance(self.now, int)
+        self.now += ms
+
+    def _ask_keys(self, model: str, replica: str) -> tuple[str, ...]:
+        keys = self.keys
+        return keys.score(model), keys.due(model), keys.leases(replica), keys.replicas
+
+    def acquire(
+        self,
+        lease: str,
+        model: str = "m",
+        *,
+        replica: str = "r1",
+        size: int = 10,
+        chance: float = 0.0,
+        tried: Iterable[str] = (),
+        ttl_ms: int = TTL_MS,
+    ) -> list[str]:
+        """The reply as it came."""
+        reply: list[str] = self.run(
+            "acquire", self._ask_keys(model, replica), lease, replica, ttl_ms, size, chance, *tried
+        )
+        return reply
+
+    def acquired(self, lease: str, model: str = "m", **how: Any) -> str:
+        """The node that was leased; fails on a refusal."""
+        reply = self.acquire(lease, model, **how)
+        assert reply[0] == "leased", reply
+        return reply[1].split(" ")[0]
+
+    def move(
+        self,
+        lease: str,
+        old: str,
+        model: str = "m",
+        *,
+        replica: str = "r1",
+        size: int = 10,
+        chance: float = 0.0,
+        outcome: str = "failed",
+        cool_ms: int = 0,
+        tried: Iterable[str] = (),
+        ttl_ms: int = TTL_MS,
+    ) -> list[str]:
+        """The reply as it came."""
+        reply: list[str] = self.run(
+            "move", self._ask_keys(model, replica),
+            lease, replica, ttl_ms, size, chance, old, outcome, cool_ms, *tried,
+        )  # fmt: skip
+        return reply
+
+    def first_token(self, lease: str, ttft_us: int, *, replica: str = "r1") -> int:
+        """1 when a sample was taken."""
+        return int(self.run("first_token", (self.keys.leases(replica),), lease, ttft_us))
+
+    def release(
+        self,
+        lease: str,
+        outcome: str = "ok",
+        *,
+        replica: str = "r1",
+        cool_ms: int = 0,
+        chance: float = 0.0,
+        tokens: int = 0,
+        decode_us: int = 0,
+    ) -> int:
+        """1 when this call ended the lease."""
+        return int(
+            self.run(
+                "release", (self.keys.leases(replica),),
+                lease, outcome, cool_ms, chance, tokens, decode_us,
+            )
+        )  # fmt: skip
+
+    def renew(self, replica: str = "r1", ttl_ms: int = TTL_MS) -> tuple[int, int]:
+        """(leases known, whether the replica was)."""
+        leases, known = self.run(
+            "renew", (self.keys.replicas, self.keys.leases(replica)), replica, ttl_ms
+        )
+        return leases, known
+
+    def reassert(
+        self, pairs: Iterable[tuple[str, str]], replica: str = "r1", ttl_ms: int = TTL_MS
+    ) -> int:
+        """How many were put back."""
+        flat = [part for pair in pairs for part in pair]
+        keys = (self.keys.leases(replica), self.keys.replicas)
+        return int(self.run("reassert", keys, replica, ttl_ms, *flat))
+
+    def reap(self, limit: int = 100) -> tuple[int, str, int]:
+        """(ended, replica, more)."""
+        ended, replica, more = self.run("reap", (self.keys.replicas,), limit)
+        return ended, replica, more
+
+    def register(
+        self, node: str, models: Iterable[str] = ("m",), **fields: str | float
+    ) -> tuple[str, str]:
+        """('added' | 'changed' | 'same', epoch); weight 1 and capacity 64 unless given."""
+        everything = {"url": f"http://{node}", "weight": 1, "capacity": 64, **fields}
+        flat = [part for pair in everything.items() for part in pair]
+        keys = (self.keys.nodes, self.keys.node(node))
+        said, epoch = self.run("register", keys, node, "\n".join(models), *flat)
+        return said, epoch
+
+    def unregister(self, node: str) -> int:
+        """Leases still running on it, or -1."""
+        return int(self.run("unregister", (self.keys.nodes, self.keys.node(node)), node))
+
+    # What is stored
+
+    def score(self, node: str, model: str = "m") -> float | None:
+        """ZSCORE."""
+        score: float | None = self.client.zscore(self.keys.score(model), node)
+        return score
+
+    def active(self, node: str) -> int:
+        """GET active, 0 when there is none."""
+        return int(self.client.get(self.keys.active(node)) or 0)
+
+    def record(self, node: str) -> dict[str, str]:
+        """HGETALL of the node."""
+        record: dict[str, str] = self.client.hgetall(self.keys.node(node))
+        return record
+
+    def due(self, node: str, model: str = "m") -> float | None:
+        """When the node may be looked at again."""
+        at: float | None = self.client.zscore(self.keys.due(model), node)
+        return at
+
+    def state(self) -> dict[str, Any]:
+        """Every key of the server with its value."""
+        names = sorted(self.client.keys("*"))
+        kinds = [name.removeprefix(self.keys.prefix).split(":")[0] for name in names]
+        pipe = self.client.pipeline(transaction=False)
+        for name, kind in zip(names, kinds, strict=True):
+            if kind in {"score", "due", "replicas"}:
+                pipe.zrange(name, 0, -1, withscores=True)
+            elif kind in {"node", "leases"}:
+                pipe.hgetall(name)
+            elif kind == "ttft":
+                pipe.lrange(name, 0, -1)
+            elif kind == "nodes":
+                pipe.smembers(name)
+            else:
+                assert kind in {"active", "turn"}, f"unexpected key {name}"
+                pipe.get(name)
+        return {
+            name: {member: float(score) for member, score in value}
+            if kind in {"score", "due", "replicas"}
+            else value
+            for name, kind, value in zip(names, kinds, pipe.execute(), strict=True)
+        }
