@@ -7,7 +7,8 @@ local function parse(id, text)
 end
 
 local function known_outcome(i)
-  demand(string.find(' ok failed saturated rejected abandoned ', ' ' .. ARGV[i] .. ' ', 1, true), i)
+  demand(string.find(ARGV[i], '^%l+$')
+    and string.find(' ok failed saturated rejected abandoned ', ' ' .. ARGV[i] .. ' ', 1, true), i)
 end
 
 -- At most once; counter, record and score in one step. Returns nil when the lease was already

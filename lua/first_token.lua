@@ -9,8 +9,8 @@
 -- ARGV[3] lease     id
 -- ARGV[4] ttft      microseconds from the lease to the first generated token
 --
--- Returns 1, or 0 when the lease is gone, the node was replaced meanwhile, or the lease has left its
--- sample already (a '+' behind its record says so): no sample then.
+-- Returns 1, or 0 when the lease is gone, the node was replaced meanwhile, or the lease has left
+-- its sample already (a '+' behind its record says so): no sample then.
 
 whole(4, 4)
 local text = redis.call('HGET', KEYS[1], ARGV[3])
@@ -39,7 +39,8 @@ redis.call('PEXPIRE', key, SAMPLE_MAX_AGE_MS)
 
 -- Peak EWMA (Finagle's PeakEwma.scala): a peak counts at once, calm decays over 10 s.
 local fade = math.exp(-(now - node.last_sample_ms) / 10000)
-node.ewma_us = ttft_us > node.ewma_us and ttft_us or node.ewma_us * fade + ttft_us * (1 - fade)
+node.ewma_us = ttft_us > node.ewma_us and ttft_us
+  or math.floor(node.ewma_us * fade + ttft_us * (1 - fade) + 0.5)
 node.last_sample_ms = now
 if node.circuit == 'half_open' and node.trial == lease.id then
   settle(node, lease, 'ok', 0, 0, active(node.id), now) -- the trial answers: closed here already

@@ -7,7 +7,9 @@ on disk, and dies with its owner: by ``close``, and by the kernel when the owner
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import random
 import shutil
 import signal
 import socket
@@ -23,10 +25,16 @@ from app.errors import LeasewayError
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on loopback that nobody listens on now.
+
+    It lies below the range that outgoing connections take their own from (ip(7)): those would
+    take it now and then before its new owner listens.
+    """
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def die_with_parent() -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
-from app.cluster.link import NoScript
+from app.cluster.link import NoScript, NotSent
 from app.cluster.registry import UnknownNode
 from app.errors import AttemptFailed, RedisAway, Refused
 from app.model import Ask, Grant, Node, Outcome, Refusal
@@ -103,6 +103,9 @@ class Leases:
                 size=ask.prompt_tokens,
             )
             return await self._granted(lease_id, answer)
+        except NotSent:
+            self._pending.discard(lease_id)  # an outage must not pile up releases of nothing
+            raise
         except BaseException:
             # The answer was lost, or the client left while the call was on the wire.
             self._give_back(lease_id, _Ending(Outcome.ABANDONED))
@@ -127,8 +130,10 @@ class Leases:
                 cool_ms=ending.cool_ms,
                 tried=tried,
             )
-        except BaseException:
+        except BaseException as exc:
             self._give_back(old, ending)
+            if isinstance(exc, NotSent):
+                self._pending.discard(lease_id)
             self._give_back(lease_id, _Ending(Outcome.ABANDONED))
             raise
         self._returning.pop(old, None)
@@ -197,6 +202,7 @@ class Leases:
         """Release an unconfirmed lease and wait for the confirmation."""
         ending = self._returning.get(lease_id)
         if ending is not None:
+            self._debts.add(lease_id)  # until the answer is here
             await self._scripts.release(
                 lease_id,
                 replica=self._replica,
@@ -245,10 +251,11 @@ class Leases:
             if lease_id not in listed and lease_id in self._held
         ]
         for start in range(0, len(missing), 100):
-            back = await self._scripts.reassert(
-                missing[start : start + 100], replica=self._replica, ttl_ms=self._ttl_ms
-            )
-            log.warning("put back %d leases that Redis had lost", back)
+            # What ended while the batch before was on its way must not come back.
+            batch = [pair for pair in missing[start : start + 100] if pair[0] in self._held]
+            back = await self._scripts.reassert(batch, replica=self._replica, ttl_ms=self._ttl_ms)
+            if back:
+                log.warning("put back %d leases that Redis had lost", back)
         own = self._pending | self._held.keys() | self._returning.keys()
         for lease_id in listed - own:
             log.warning("released %s: Redis knew a lease that this replica does not hold", lease_id)

@@ -42,6 +42,10 @@ class NoScript(ScriptError):  # noqa: N818 - Redis' own word
     """The server does not know the digest: send the source."""
 
 
+class NotSent(RedisAway):
+    """There is no connection: the call has not left, so nothing can have come of it."""
+
+
 def _pack(command: tuple[Argument, ...]) -> bytes:
     packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # stub: a 1-tuple
     return packed
@@ -177,7 +181,7 @@ class Link:
         waiter: asyncio.Future[Any] = self._loop.create_future()
         wire = self._wire
         if wire is None:
-            waiter.set_exception(RedisAway(f"{self.address}: not connected"))
+            waiter.set_exception(NotSent(f"{self.address}: not connected"))
             return waiter
         wire.send(_pack(args), waiter, self._loop.time() + self._budget_s)
         if self._clock is None:

@@ -129,16 +129,18 @@ class Replica:
             try:
                 await self._beat()
             except RedisAway as exc:
+                self.in_touch = False
                 log.debug("heartbeat missed: %s", exc)  # the link logs the change of state
             except Exception:
+                self.in_touch = False
                 log.exception("heartbeat failed; the next one goes on")
 
     async def _beat(self) -> None:
-        self.in_touch = False
         for pool in self.pools.values():
             known = await pool.leases.beat()
             if not known:  # first beat, reaped, or flushed: what we own is put back
                 await pool.registry.register_configured()
+                await pool.leases.beat()  # after a flush no lease could go back before its node
             for _ in range(_REAP_CALLS_A_BEAT):
                 ended, replica, more = await pool.scripts.reap()
                 if ended:

@@ -112,7 +112,9 @@ def _answer(connection: NodeConnection) -> Answer:
     content_type = next((v for n, v in raw if n == b"content-type"), b"")
     events = status == 200 and content_type.lower().startswith(b"text/event-stream")
     if not events:
-        return Answer(connection, status, _without(raw, _NOT_TO_CLIENT), JsonBody())
+        # A 304 may give the length that a 200 would have (RFC 9110, 8.6); its own body has none.
+        dropped = _NOT_TO_CLIENT | {b"content-length"} if status in {204, 304} else _NOT_TO_CLIENT
+        return Answer(connection, status, _without(raw, dropped), JsonBody())
     headers = _without(raw, _NOT_WITH_EVENTS)
     headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
     return Answer(connection, status, headers, EventStream())

@@ -7,6 +7,7 @@ reported the moment its connection is lost, without a task that waits for it.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -14,6 +15,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
+
+
+_UPGRADE = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*")
 
 
 class ClientProtocol(HttpToolsProtocol):
@@ -30,6 +34,13 @@ class ClientProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         if self.on_gone is not None:
             self.on_gone()
+
+    def data_received(self, data: bytes) -> None:
+        """Take no offer of another protocol: httptools would drop the request's body for it."""
+        if b"pgrade" in data and (self.cycle is None or self.cycle.response_complete):
+            head, blank, body = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"", head) + blank + body
+        super().data_received(data)
 
     def on_message_begin(self) -> None:
         """Make the protocol known to the application."""

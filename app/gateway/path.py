@@ -64,6 +64,8 @@ class DataPlane:
         """ASGI entry."""
         route = ROUTES.get(scope["path"]) if scope["type"] == "http" else None
         if route is None:
+            if scope.get("method") == "HEAD":  # GET without the body, which the server leaves out
+                scope = {**scope, "method": "GET"}
             await self._control(scope, receive, send)
             return
         client = Client(scope, receive, send)

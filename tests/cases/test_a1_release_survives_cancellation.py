@@ -15,7 +15,7 @@ from app.cluster.scripts import Scripts, constants
 from app.config import Circuit, Scoring, Timeouts
 from app.model import Outcome
 from tests.support import state
-from tests.support.rawclient import RawClient, chat
+from tests.support.rawclient import RawClient, ask, chat
 from tests.support.rawnode import stream_forever
 from tests.support.servers import wait_until
 
@@ -111,3 +111,39 @@ def test_a_release_that_could_not_be_sent_is_kept_and_sent_when_redis_is_back(
     assert state.load(valkey, "b1") == 5
     relay.refuse = False
     wait_until(lambda: state.unloaded(valkey), within_s=4, what="load(b1) = 0")
+
+
+def test_a_release_whose_script_was_gone_and_whose_source_was_lost_is_sent_again(
+    valkey: redis.Redis, gateway: StartGateway, raw_node: StartNode, relay: Relay
+) -> None:
+    node = raw_node(stream_forever(0.05))
+    gw = gateway([node], redis_url=relay.url, leases={"ttl_s": 60})  # no help from the expiry
+    with RawClient(gw.port) as client:
+        client.send(chat()).read_events(2)
+        valkey.script_flush()
+        relay.reset_instead_of_forwarding(lambda command: command[0] == b"EVAL")
+    wait_until(lambda: relay.resets, within_s=2, what="the source of release is lost")
+    assert state.load(valkey, "b1") == 1
+    relay.reset_after_forwarding(None)
+    wait_until(lambda: state.unloaded(valkey), within_s=4, what="load(b1) = 0")
+
+
+def test_requests_refused_during_an_outage_leave_nothing_to_be_released_after_it(
+    valkey: redis.Redis,
+    valkey_server: ValkeyServer,
+    gateway: StartGateway,
+    raw_node: StartNode,
+    relay: Relay,
+) -> None:
+    gw = gateway([raw_node()], redis_url=relay.url)
+    relay.refuse = True
+    relay.reset_all()
+    wait_until(lambda: not gw.ready(), what="Redis is away")
+    for _ in range(100):
+        assert ask(gw.port).complete
+    with state.monitoring(valkey, valkey_server.port) as seen:
+        relay.refuse = False
+        wait_until(gw.ready, what="Redis is back")
+    calls = [one for one in seen if one.verb in {"EVALSHA", "EVAL"} and one.source != "lua"]
+    assert 2 <= len(calls) < 30, "a heartbeat, and no release for each refused request"
+    wait_until(lambda: state.unloaded(valkey), within_s=2, what="load(b1) = 0")

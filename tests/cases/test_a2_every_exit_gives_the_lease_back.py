@@ -190,7 +190,8 @@ def test_the_lease_comes_back_when_the_gateways_own_accounting_raises(
     assert len(node.requests) == REQUESTS, "the fault is ours: no other attempt, no open circuit"
     assert "accounting is broken" in gw.log
     if stream:
-        assert all(client.cut for client in clients), "never a proper end"
+        # 500 when usage came in the first read already, before a byte had gone to the client.
+        assert all(client.cut or client.status == 500 for client in clients), "no proper end"
     else:
         assert [client.status for client in clients] == [500] * REQUESTS
         assert clients[0].json()["error"]["type"] == "server_error"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import Counter
@@ -67,7 +68,17 @@ def test_a_counter_deleted_under_running_requests_does_not_make_its_node_win(
 def test_a_negative_counter_does_not_make_its_node_win_and_is_mended_by_its_first_lease(
     valkey: redis.Redis, gateway: StartGateway, raw_node: StartNode
 ) -> None:
-    gw = gateway([raw_node() for _ in range(4)], scoring=EQUAL)
+    nodes = [raw_node(stream_forever(0.01, for_s=60)) for _ in range(4)]
+    gw = gateway(nodes, scoring=EQUAL)
+    valkey.set(state.KEYS.active("b1"), -5)
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):  # one on each
+            client = stack.enter_context(RawClient(gw.port))
+            client.send(chat()).read_events(2)
+        assert state.snapshot(valkey).counters == {f"b{i}": 1 for i in range(1, 5)}
+    wait_until(lambda: state.unloaded(valkey), within_s=2, what="load = 0")
+    for node in nodes:
+        node.script = json_answer()
     valkey.set(state.KEYS.active("b1"), -5)
     _spread_over_all(gw)
     wait_until(lambda: state.unloaded(valkey), within_s=2, what="load = 0")
@@ -85,7 +96,7 @@ def test_a_client_that_leaves_in_the_instant_of_the_end_counts_once(
         await peer.write(chunk(FINISH_EVENT) + chunk(DONE_EVENT) + b"0\r\n\r\n")
 
     node = raw_node(ends_after_20_ms)
-    gw = gateway([node])
+    gw = gateway([node], capacity=64)
     draw = random.Random(3)
 
     def once(offset_s: float) -> None:

@@ -87,12 +87,16 @@ def test_a_reset_after_each_fifth_script_call_counts_nothing_twice(
             assert client.status == 200
         relay.reset_every_nth_script(5)
 
-        def request(_: int) -> RawClient:
-            time.sleep(0.02)
-            return ask(gw.port, chat())
+        refused: list[RawClient] = []
+
+        def served(_: int) -> RawClient:
+            while (client := ask(gw.port, chat())).status != 200:
+                refused.append(client)
+                time.sleep(0.05)
+            return client
 
         with ThreadPoolExecutor(5) as pool:
-            answers = list(pool.map(request, range(REQUESTS)))
+            answers = list(pool.map(served, range(REQUESTS)))
         relay.reset_after_forwarding(None)
         wait_until(
             lambda: state.load(valkey, "b1") == len(state.leases(valkey)) == node.open == HELD,
@@ -101,21 +105,20 @@ def test_a_reset_after_each_fifth_script_call_counts_nothing_twice(
         )
         stack.close()
         wait_until(lambda: state.unloaded(valkey), within_s=2, what="load(b1) = 0")
-    print(f"{relay.resets} resets; {Counter(client.status for client in answers)}")
-    assert relay.resets >= 10
-    _assert_served_or_refused_well(answers)
+    print(f"{relay.resets} resets; {len(answers)} served, {len(refused)} refused before")
+    assert relay.resets >= 2 * REQUESTS // 5
+    _assert_served_or_refused_well(answers + refused)
     _assert_each_lease_counted_once(seen)
 
 
 def _assert_served_or_refused_well(answers: list[RawClient]) -> None:
-    """Served, or refused in the error shape; some of each kind of luck, never a cut."""
+    """Served whole, or refused in the error shape."""
     for client in answers:
         assert client.complete
         assert client.status in {200, 503}
         if client.status == 503:
             assert client.json()["error"]["code"] == "state_unavailable"
             assert client.headers[b"retry-after"] == b"1"
-    assert sum(client.status == 200 for client in answers) >= len(answers) // 4
 
 
 @dataclass
@@ -145,13 +148,14 @@ def _assert_each_lease_counted_once(seen: list[state.Seen]) -> None:
         elif one.source == "lua":
             runs[-1].did.append(one)
     asked: Counter[str] = Counter()
+    leases: set[str] = set()
     up = down = 0
     for run in runs:
         if run.call.words[2] == "4":  # acquire and move: the lease id comes first
             asked[run.arguments[0]] += run.call.verb == "EVALSHA"
         assert run.count("INCR") <= 1
+        leases |= {one.words[2] for one in run.did if one.verb == "HSETNX"}
         up, down = up + run.count("INCR"), down + run.count("DECR")
-    assert len(asked) >= REQUESTS // 4
     assert max(asked.values()) == 1, "nothing sends an acquire twice"
     assert up == down
-    assert up <= len(asked)
+    assert REQUESTS // 4 <= up <= len(leases)

@@ -115,12 +115,12 @@ def test_readiness_exercises_a_script_not_only_ping(
     valkey: redis.Redis, gateway: StartGateway, raw_node: StartNode
 ) -> None:
     gw = gateway([raw_node()], log_may_show="NOPERM")
-    with redis.Redis(port=valkey.get_connection_kwargs()["port"]) as admin:
-        valkey.execute_command("ACL", "SETUSER", "default", "-eval", "-evalsha")
-        try:
-            wait_until(lambda: not gw.ready(), within_s=4, what="not ready")
-            assert admin.ping(), "while PING works"
-        finally:
-            valkey.execute_command("ACL", "SETUSER", "default", "+eval", "+evalsha")
+    scripts = ["eval", "evalsha"]
+    valkey.acl_setuser("default", enabled=True, commands=[f"-{name}" for name in scripts])
+    try:
+        wait_until(lambda: not gw.ready(), within_s=4, what="not ready")
+        assert valkey.ping(), "while PING works"
+    finally:
+        valkey.acl_setuser("default", enabled=True, commands=[f"+{name}" for name in scripts])
     wait_until(gw.ready, within_s=4, what="ready again")
     assert ask(gw.port).status == 200

@@ -35,14 +35,14 @@ FIVE = [content_event(f"t{i} ") for i in range(5)]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
 
 
-def counted(gw: Gateway, name: str) -> dict[tuple[str, ...], float]:
-    """A metric of the replica: values of its labels → value."""
+def counted(gw: Gateway, metric: str) -> dict[tuple[str, ...], float]:
+    """A metric of the replica: values of its labels, by their names → value."""
     page = httpx.get(f"{gw.url}/metrics", trust_env=False).text
     return {
-        tuple(sample.labels.values()): sample.value
+        tuple(sample.labels[name] for name in sorted(sample.labels)): sample.value
         for family in text_string_to_metric_families(page)
         for sample in family.samples
-        if sample.name == name
+        if sample.name == metric
     }
 
 
@@ -92,7 +92,7 @@ def test_a_reset_after_five_events_is_an_error_to_the_client_and_no_second_reque
     assert (seen.highest[used], seen.highest.get(other, 0)) == (1, 0)
     assert counted(gw, "leaseway_attempts_total") == {(used, "failed"): 1}
     assert counted(gw, "leaseway_requests_total") == {("m", "200"): 1}
-    tokens = {("m", "output"): 5.0} | ({("m", "prompt"): 7.0} if usage else {})
+    tokens = {("output", "m"): 5.0} | ({("prompt", "m"): 7.0} if usage else {})
     assert counted(gw, "leaseway_tokens_total") == tokens
     assert counted(gw, "leaseway_ttft_seconds_count") == {(used,): 1}
     assert state.record(valkey, used)["streak"] == "1"

@@ -68,7 +68,7 @@ class Splitting:
         ways += [{i} for i in draw.sample(INSIDE_CHARACTERS, 50)]
         ways += [{i} for i in BETWEEN_NEWLINES]
         while len(ways) < RUNS:
-            ways.append(set(draw.sample(sorted(every), draw.choice((1, 3, 10, 40)))))
+            ways.append(set(draw.sample(sorted(every), draw.choice((1, 2, 3, 5, 25)))))
         self.ways = ways
         self.turn = -1
 

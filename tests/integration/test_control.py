@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -106,6 +108,14 @@ def test_readiness_says_how_many_nodes_are_known(http: httpx.Client) -> None:
     answer = http.get("/readyz")
     assert answer.status_code == 200
     assert answer.json() == {"status": "ok", "replica": "r0", "nodes": 2}
+
+
+def test_readiness_does_not_flicker_while_the_heart_beats(http: httpx.Client) -> None:
+    seen = Counter[int]()
+    until = monotonic() + 1.2  # at least three beats of ttl/3
+    while monotonic() < until:
+        seen[http.get("/readyz").status_code] += 1
+    assert set(seen) == {200}, seen
 
 
 def test_readiness_follows_redis_down_and_up_again(nodes: Nodes) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from app.lab.faults import Fault
 from app.lab.node import NodeConfig
-from app.lab.profiles import IDEAL
-from tests.support.fleet import CHAT, Fleet, Nodes, chat, pace, plain_async_http, plain_http
+from tests.support.fleet import CHAT, POOL, Fleet, Nodes, chat, pace, plain_async_http, plain_http
 from tests.support.servers import wait_until
 
 if TYPE_CHECKING:
@@ -23,17 +22,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 REQUESTS = 60
-SLOW_MS = 120.0
+TOKEN_MS, SLOW_MS = 1.0, 120.0
 
 
 @contextmanager
-def cluster(
-    policy: str, configs: Mapping[str, NodeConfig] | None = None, **fields: Mapping[str, Any]
-) -> Iterator[tuple[Nodes, Fleet]]:
-    """Two replicas with ``policy`` over three nodes, a, b and c, that answer at once."""
-    equal = {node_id: NodeConfig(profile=IDEAL) for node_id in "abc"}
+def cluster(policy: str, **fields: Mapping[str, Any]) -> Iterator[tuple[Nodes, Fleet]]:
+    """Two replicas with ``policy`` over three equal nodes; a also serves ``other``."""
+    equal = NodeConfig(profile=pace(TOKEN_MS))
     with (
-        Nodes(**{**equal, **(configs or {})}) as nodes,
+        Nodes(a=replace(equal, models=("demo", "other")), b=equal, c=equal) as nodes,
         Fleet(nodes.settings(**fields), replicas=2, scoring={"policy": policy}) as fleet,
     ):
         yield nodes, fleet
@@ -86,6 +83,28 @@ def even(shares: Counter[str]) -> bool:
     return shares == {node_id: shares.total() // 3 for node_id in "abc"}
 
 
+async def burst_is_even_and_a_busy_node_is_spared(nodes: Nodes, fleet: Fleet) -> None:
+    async with all_at_once(nodes, fleet) as shares:
+        assert even(shares)
+    wait_until(fleet.settled, what="leases of clients that left are given back")
+    async with (
+        all_at_once(nodes, fleet, 15, model="other") as busy,
+        all_at_once(nodes, fleet, 30) as shares,
+    ):
+        assert busy == {"a": 15}
+        assert shares == {"b": 15, "c": 15}
+    wait_until(fleet.settled, what="leases of clients that left are given back")
+
+
+def a_slow_node_gets_little(nodes: Nodes, fleet: Fleet) -> None:
+    nodes["b"].fault = Fault(mode="slow", factor=SLOW_MS / TOKEN_MS)
+    shares = one_by_one(fleet)
+    assert shares["b"] <= 5, shares
+    assert shares.total() == REQUESTS
+    samples = [fleet.redis.llen(f"{POOL}ttft:{node_id}") for node_id in "abc"]
+    assert samples == [min(50, shares[node_id]) for node_id in "abc"]
+
+
 async def test_round_robin_is_exactly_even_whoever_asks_and_when() -> None:
     with cluster("round_robin") as (nodes, fleet):
         assert even(one_by_one(fleet))
@@ -116,27 +135,22 @@ async def test_random_spreads_over_all_nodes() -> None:
             assert all(4 <= shares[node_id] <= 40 for node_id in "abc"), shares
 
 
-BUSY = {"a": NodeConfig(profile=IDEAL, models=("demo", "other"))}
-
-
-@pytest.mark.parametrize("policy", ["least_conn", "ttft"])
-async def test_equal_nodes_share_a_burst_evenly_and_a_busy_one_is_spared(policy: str) -> None:
-    with cluster(policy, BUSY) as (nodes, fleet):
-        async with all_at_once(nodes, fleet) as shares:
-            assert even(shares)
-        wait_until(fleet.settled, what="leases of clients that left are given back")
-        async with (
-            all_at_once(nodes, fleet, 15, model="other") as busy,
-            all_at_once(nodes, fleet, 30) as shares,
-        ):
-            assert busy == {"a": 15}
-            assert shares == {"b": 15, "c": 15}
-
-
-async def test_least_conn_spreads_over_idle_nodes() -> None:
-    with cluster("least_conn") as (_, fleet):
+async def test_least_conn_shares_evenly_and_spares_a_busy_node() -> None:
+    with cluster("least_conn") as (nodes, fleet):
+        await burst_is_even_and_a_busy_node_is_spared(nodes, fleet)
         shares = one_by_one(fleet)
         assert all(4 <= shares[node_id] <= 40 for node_id in "abc"), shares
+
+
+async def test_ttft_shares_evenly_until_a_node_shows_itself_slow() -> None:
+    with cluster("ttft") as (nodes, fleet):
+        await burst_is_even_and_a_busy_node_is_spared(nodes, fleet)
+        a_slow_node_gets_little(nodes, fleet)
+
+
+async def test_peak_ewma_avoids_a_node_that_shows_itself_slow() -> None:
+    with cluster("peak_ewma") as (nodes, fleet):
+        a_slow_node_gets_little(nodes, fleet)
 
 
 @pytest.mark.parametrize("policy", ["weighted_least_conn", "ttft"])
@@ -147,7 +161,7 @@ async def test_weights_divide_a_burst_in_proportion(policy: str) -> None:
 
 
 async def test_p2c_keeps_a_burst_nearly_even_and_leaves_no_idle_node_out() -> None:
-    with cluster("p2c", BUSY) as (nodes, fleet):
+    with cluster("p2c") as (nodes, fleet):
         async with all_at_once(nodes, fleet) as shares:
             assert max(shares.values()) - min(shares[node_id] for node_id in "abc") <= 6
         wait_until(fleet.settled, what="leases of clients that left are given back")
@@ -159,14 +173,3 @@ async def test_p2c_keeps_a_burst_nearly_even_and_leaves_no_idle_node_out() -> No
         wait_until(fleet.settled, what="leases of clients that left are given back")
         shares = one_by_one(fleet)
         assert all(4 <= shares[node_id] <= 40 for node_id in "abc"), shares
-
-
-@pytest.mark.parametrize("policy", ["ttft", "peak_ewma"])
-async def test_a_node_that_shows_itself_slow_gets_little(policy: str) -> None:
-    slow = NodeConfig(profile=replace(pace(SLOW_MS), name="slow"))
-    with cluster(policy, {"b": slow}) as (_, fleet):
-        shares = one_by_one(fleet)
-        assert shares["b"] <= 5, shares
-        assert shares.total() == REQUESTS
-        samples = [fleet.redis.llen(f"lw:{{default}}:ttft:{node_id}") for node_id in "abc"]
-        assert samples == [min(50, shares[node_id]) for node_id in "abc"]

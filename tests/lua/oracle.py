@@ -180,7 +180,9 @@ class Oracle:
 
     def load(self, node_id: str) -> int:
         """Leases that name the node, over all replicas."""
-        return sum(lease.node == node_id for held in self.leases.values() for lease in held.values())
+        return sum(
+            lease.node == node_id for held in self.leases.values() for lease in held.values()
+        )
 
     def score(self, node: Node) -> float:
         """Live score."""
@@ -267,10 +269,10 @@ class Oracle:
             node = self.nodes[witness]
             before = self.score(node)
         held[lease_id] = Lease(node.id, node.epoch, now, size)
-        self._turn(node, now)
+        self._turn(node)
         return ("leased", str(held[lease_id]), repr(before), "1" if trial else "0")
 
-    def _turn(self, node: Node, now: int) -> None:
+    def _turn(self, node: Node) -> None:
         """Round robin: a node that got its turn goes behind all others."""
         if self.tuning.policy == "round_robin" and node.idle > 0:
             self.turn += 1
@@ -322,7 +324,7 @@ class Oracle:
         calm = math.exp(-(now - last_ms) / 10_000)
         peak = ttft_us > node.ewma_us
         ewma = ttft_us if peak else node.ewma_us * calm + ttft_us * (1 - calm)
-        node.ewma_us = float(f"{ewma:.0f}")
+        node.ewma_us = math.floor(ewma + 0.5)
         if node.circuit == "half_open" and node.trial == lease_id:
             self._close(node, now)
         self._rate(node, now)
@@ -433,7 +435,7 @@ class Oracle:
             node = self.nodes.get(Lease.parse(record).node)
             if node is not None and not node.removed and lease_id not in held:
                 held[lease_id] = Lease.parse(record)
-                self._turn(node, now)
+                self._turn(node)
                 back += 1
         return back
 
@@ -464,8 +466,8 @@ class Oracle:
             node = self.nodes[node_id] = Node(node_id, models, epoch, dict(fields))
             said = "added"
         else:
-            new = {**{"state": "active"}, **node.set_by_hand, **fields}
-            old = {**{"state": "active"}, **node.set_by_hand}
+            new = {"state": "active", **node.set_by_hand, **fields}
+            old = {"state": "active", **node.set_by_hand}
             said = "same" if (new, models) == (old, node.models) else "changed"
             node.set_by_hand.update(fields)
             if models != node.models:

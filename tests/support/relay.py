@@ -43,7 +43,11 @@ class _Pair:
             for command in _parsed(self._commands, data):
                 self.unanswered += 1
                 doom = self.relay._doom
-                self.doomed = self.doomed or (doom is not None and doom(command))
+                if doom is not None and doom(command):
+                    self.doomed = True
+                    if self.relay._doom_before:
+                        self.reset()
+                        return
             self.far.write(data)
 
     async def replies(self, reader: asyncio.StreamReader) -> None:
@@ -121,6 +125,7 @@ class Relay:
         self._withheld_until = 0.0
         self._cut = False
         self._doom: Callable[[Command], bool] | None = None
+        self._doom_before = False
         self._pairs: set[_Pair] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -183,7 +188,12 @@ class Relay:
             self.resets += fits
             return fits
 
-        self._doom = doom if predicate else None
+        self._doom, self._doom_before = doom if predicate else None, False
+
+    def reset_instead_of_forwarding(self, predicate: Callable[[Command], bool]) -> None:
+        """Reset a connection when a command that fits comes: Redis never gets it."""
+        self.reset_after_forwarding(predicate)
+        self._doom_before = True
 
     def reset_every_nth_script(self, n: int) -> None:
         """``reset_after_forwarding`` each ``n``-th script call."""
