@@ -43,7 +43,7 @@ class PoolKeys:
         return f"{self.prefix}due:{model}"
 
     def leases(self, replica: str) -> str:
-        """HASH: lease id → ``node epoch start_ms prompt_tokens``."""
+        """HASH: lease id → ``node epoch start_ms prompt_tokens``, ``+`` behind it once sampled."""
         return self.leases_prefix + replica
 
 

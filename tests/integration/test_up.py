@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,6 +57,7 @@ class Up:
         self._mark = f"UP_TEST_MARK={os.getpid()}-{random.getrandbits(64):x}"
         self.gateway_port, self.node_port = free_range(3), free_range(3)
         self.redis_port = free_range(1)
+        self.folder = Path(tempfile.mkdtemp(prefix="up-test-"))  # for its temporary files
         self.said: list[str] = []
         self._known: dict[int, str] = {}
         self.process: subprocess.Popen[str]
@@ -120,7 +122,12 @@ class Up:
                 "--node-port", str(self.node_port),
                 "--redis-port", str(self.redis_port),
             ],
-            env={**os.environ, "PYTHONWARNINGS": "error", name: value},
+            env={
+                **os.environ,
+                "PYTHONWARNINGS": "error",
+                "TMPDIR": str(self.folder),
+                name: value,
+            },
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -143,6 +150,7 @@ class Up:
         self.process.wait(5)
         if self.process.stdout is not None:
             self.process.stdout.close()
+        shutil.rmtree(self.folder)  # killed outright it cannot tidy up
 
     def sdk(self, replica: int) -> openai.OpenAI:
         """A client of one replica."""
@@ -255,7 +263,7 @@ def test_the_commands_tell_what_redis_holds(up: Up, shared: redis.Redis) -> None
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_under_a_stream_ends_everything_and_leaves_nothing(number: signal.Signals) -> None:
     with Up() as up:
-        folders = our_folders()
+        assert len(list(up.folder.iterdir())) == 2  # settings, and Valkey's
         with up.sdk(1) as sdk:
             stream = sdk.chat.completions.create(
                 model=MODEL, messages=HELLO, max_tokens=1000, stream=True
@@ -268,13 +276,8 @@ def test_ctrl_c_under_a_stream_ends_everything_and_leaves_nothing(number: signal
         assert up.process.wait(15) == 0, "".join(up.said)
         assert up.processes() == {}
         assert up.listening() == []
-        gone = {folder.name.rpartition("-")[0] for folder in folders - our_folders()}
-        assert {"leaseway-up", "leaseway-valkey"} <= gone
+        assert list(up.folder.iterdir()) == []
         assert "Traceback" not in "".join(up.said)
-
-
-def our_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("leaseway-*"))
 
 
 def test_killing_it_outright_leaves_no_child() -> None:
@@ -296,3 +299,4 @@ def test_a_taken_port_is_told_and_leaves_nothing() -> None:
         assert up.process.returncode == 2
         assert up.processes() == {}
         assert "ended with code" in up.said[-1]
+        assert not up.folder.exists()

@@ -92,7 +92,7 @@ def test_p2c_chooses_the_less_loaded_of_the_two_it_draws(valkey: redis.Redis) ->
     for i in range(3):
         pool.acquired(f"busy{i}", tried=["n01", "n02"])
     pool.acquired("one", tried=["n00", "n02"])
-    got = Counter()  # type: Counter[str]
+    got: Counter[str] = Counter()
     for i in range(300):
         got[pool.acquired("x", chance=i / 300)] += 1
         pool.release("x")
@@ -105,7 +105,7 @@ def test_peak_ewma_chooses_the_faster_of_the_two_it_draws(valkey: redis.Redis) -
         pool.acquired("warm", tried=[f"n{j:02}" for j in range(3) if j != i])
         pool.first_token("warm", ttft_us)
         pool.release("warm")
-    got = Counter()  # type: Counter[str]
+    got: Counter[str] = Counter()
     for i in range(300):
         got[pool.acquired("x", chance=i / 300)] += 1
         pool.release("x")
