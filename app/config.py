@@ -45,7 +45,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,6
 ModelName = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _CREDENTIALS = re.compile(r"://[^/\s]*@")
-RedisUrl = Annotated[str, StringConstraints(pattern=r"^(redis|rediss|unix)://")]
+_REDIS_URL = re.compile(r"(rediss?(\+(sentinel|cluster))?|unix)://.")
 
 
 class _Section(BaseModel):
@@ -61,10 +61,20 @@ class _Section(BaseModel):
         return value
 
 
+def _redis_url(value: str) -> str:
+    """A form that ``cluster/address.py`` knows; the rest of it is read there."""
+    if not _REDIS_URL.match(value):
+        raise ValueError(
+            "right is redis://host:6379/0, rediss://… for TLS, unix://path, "
+            "redis+sentinel://host:26379/service or redis+cluster://host:6379"
+        )
+    return value
+
+
 class Redis(_Section):
     """Where shared state lives. Without ``url`` the gateway starts an embedded Valkey."""
 
-    url: RedisUrl | None = None
+    url: Annotated[str, AfterValidator(_redis_url)] | None = None
     namespace: Name = "lw"
     call_timeout_ms: Annotated[int, Field(ge=10, le=60_000)] = 250
 
@@ -76,6 +86,7 @@ class Server(_Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     body_limit_mib: Annotated[float, Field(gt=0, le=4096)] = 64
     keep_alive_s: Annotated[int, Field(ge=1)] = 75
+    notice_s: Annotated[float, Field(ge=0, le=300)] = 0.5
     drain_s: Annotated[int, Field(ge=0)] = 30
     open_without_keys: bool = False
 
@@ -96,12 +107,16 @@ class Scoring(_Section):
     ttft_prior_ms: Positive = 100
     ttft_floor_ms: Positive = 10
     sample_max_age_s: Positive = 300
+    idle_after_s: Positive = 10
+    slow_start_s: Annotated[float, Field(ge=0)] = 0
 
 
 class Circuit(_Section):
     """When a node stops getting requests, and for how long."""
 
     failure_threshold: Annotated[int, Field(ge=1)] = 3
+    failure_rate: Annotated[float, Field(gt=0, le=1)] = 0.25
+    min_samples: Annotated[int, Field(ge=1, le=15)] = 12
     open_s: Positive = 2
     open_max_s: Positive = 60
 
@@ -110,6 +125,14 @@ class Circuit(_Section):
         if self.open_max_s < self.open_s:
             raise ValueError("open_max_s must be at least open_s")
         return self
+
+
+class Health(_Section):
+    """Active probes: one prober per node and interval in the whole cluster."""
+
+    interval_s: Positive = 5
+    timeout_s: Positive = 2
+    unhealthy_after: Annotated[int, Field(ge=1)] = 3
 
 
 class Timeouts(_Section):
@@ -196,6 +219,7 @@ class Settings(BaseSettings):
     leases: LeaseSettings = LeaseSettings()
     scoring: Scoring = Scoring()
     circuit: Circuit = Circuit()
+    health: Health = Health()
     timeouts: Timeouts = Timeouts()
     retries: Retries = Retries()
     nodes: list[NodeSettings] = []

@@ -13,12 +13,14 @@ from functools import lru_cache
 class PoolKeys:
     """Key names of one pool. ``prefix`` is what scripts build per-node and per-model keys from."""
 
-    __slots__ = ("leases_prefix", "nodes", "prefix", "replicas", "turn")
+    __slots__ = ("leases_prefix", "nodes", "prefix", "probes", "replicas", "sweeps", "turn")
 
     def __init__(self, namespace: str, pool: str) -> None:
         self.prefix = f"{namespace}:{{{pool}}}:"
         self.nodes = self.prefix + "nodes"
         self.replicas = self.prefix + "replicas"
+        self.probes = self.prefix + "probes"  # ZSET: node → ms at which its next probe is due
+        self.sweeps = self.prefix + "sweeps"  # ZSET: node → ms at which its next sweep is due
         self.turn = self.prefix + "turn"  # STRING: picks so far, of the policy round_robin
         self.leases_prefix = self.prefix + "leases:"
 
@@ -45,6 +47,11 @@ class PoolKeys:
     def leases(self, replica: str) -> str:
         """HASH: lease id → ``node epoch start_ms prompt_tokens``, ``+`` behind it once sampled."""
         return self.leases_prefix + replica
+
+
+def dial_key(pool: str) -> str:
+    """A key of the pool's slot that is never there: writing to it shows whether scripts may."""
+    return f"leaseway:{{{pool}}}:dial"
 
 
 @lru_cache(maxsize=256)

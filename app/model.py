@@ -22,7 +22,8 @@ class Node:
 
     ``url`` is the base without a trailing slash and without ``/v1``. ``epoch`` changes when a
     node is added anew under the same id. ``weight`` is K of the score, ``capacity`` the
-    cluster-wide cap on in-flight leases.
+    cluster-wide cap on in-flight leases. The last four are the picture at the last refresh:
+    health verdict, probes missed in a row, mean TTFT (0: no samples), score when idle.
     """
 
     id: str
@@ -35,16 +36,20 @@ class Node:
     api_key_env: str | None = None
     state: str = "active"
     epoch: int = 0
+    health: str = "ok"
+    misses: int = 0
+    ttft_ms: float = 0.0
+    base: float = 0.0
 
 
 # Made for every request, so not frozen: a frozen dataclass costs four times as much to make.
 @dataclass(slots=True)
 class Ask:
-    """What routing needs to know of a request: model, pool and prompt size in tokens."""
+    """What routing needs to know of a request: model, prompt size, whether tokens are streamed."""
 
     model: str
-    pool: str = "default"
     prompt_tokens: int = 0
+    stream: bool = False
 
 
 @dataclass(slots=True)
@@ -52,7 +57,8 @@ class Grant:
     """The answer of ``acquire`` or ``move`` that carries a lease.
 
     ``record`` is the lease as Redis holds it; ``score`` is the score that won, before this
-    lease counted; ``trial`` marks the single half-open request of a node whose circuit is open.
+    lease counted; ``trial`` marks the single half-open request of a node whose circuit is open;
+    ``degraded`` says that the replica chose alone, without Redis.
     """
 
     lease_id: str
@@ -61,6 +67,7 @@ class Grant:
     record: str
     score: float
     trial: bool
+    degraded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,13 @@ local function finish(leases, id, outcome, cool_ms, chance)
     redis.call('SET', prefix .. 'active:' .. lease.node, 0)
     n = 0
   end
-  local base, capacity, models, epoch, streak, state, tpot_us = unpack(redis.call('HMGET',
-    prefix .. 'node:' .. lease.node, 'base', 'capacity', 'models', 'epoch', 'streak', 'state', 'tpot_us'))
+  local base, capacity, models, epoch, bad, state, tpot_us = unpack(redis.call('HMGET',
+    prefix .. 'node:' .. lease.node, 'base', 'capacity', 'models', 'epoch', 'bad', 'state', 'tpot_us'))
   if not models or state == 'removed' then
     if n == 0 then forget(lease.node) end
     return ''
   end
-  if epoch ~= lease.epoch or (outcome == 'ok' and streak == '0') then -- nothing learned
+  if epoch ~= lease.epoch or (outcome == 'ok' and bad == '0.0000') then -- nothing learned
     put(lease.node, tonumber(base), tonumber(capacity), models, n)
   else
     settle(read(lease.node), lease, outcome, cool_ms, chance, n, clock())

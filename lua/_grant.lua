@@ -48,21 +48,28 @@ local function pick(score_key, tried, tries, chance)
   return drawn, best
 end
 
--- Why no node was leased: {reason, retry in ms}. Looks at a bounded number of nodes.
+-- No eligible node: the last resort, else {reason, retry in ms}. A probe may be wrong, and a
+-- request may show it; an open circuit was opened by requests. Looks at a bounded number.
 local function refuse(score_key, due_key, tried, now)
   local ids = redis.call('ZREVRANGE', score_key, 0, 15)
-  if #ids == 0 then return {'unknown', '0'} end
-  local spent = true
+  if #ids == 0 then return nil, {'unknown', '0'} end
+  local spent, full = true, false
   for _, id in ipairs(ids) do
-    if not tried[id] then
+    local node = not tried[id] and read(id)
+    if node then
       spent = false
-      local node = read(id)
-      if node and base_of(node, now) > 0 then return {'full', '1000'} end
+      if node.health == 'down' then
+        node.health = 'ok'
+        if base_of(node, now) > 0 and active(id) < node.capacity then return id, nil end
+      elseif base_of(node, now) > 0 then
+        full = true
+      end
     end
   end
-  if spent then return {'spent', '0'} end
+  if spent then return nil, {'spent', '0'} end
+  if full then return nil, {'full', '1000'} end
   local at = redis.call('ZRANGE', due_key, 0, 0, 'WITHSCORES')[2]
-  return {'down', tostring(at and math.max(1, math.ceil(tonumber(at) - now)) or 1000)}
+  return nil, {'down', tostring(at and math.max(1, math.ceil(tonumber(at) - now)) or 1000)}
 end
 
 -- The open node that is due for its single trial; cooled ones are made eligible again. A node that
@@ -122,7 +129,7 @@ end
 local function grant(leases, id, size, chance, tried, tries)
   local score_key, due_key, now = KEYS[1], KEYS[2], clock()
   own(KEYS[4], ARGV[4], tonumber(ARGV[5]), now)
-  local chosen, best, half_open = nil, '0', '0'
+  local chosen, best, half_open, last_resort, refusal = nil, '0', '0', false, nil
   if redis.call('EXISTS', due_key) == 1 and redis.call('HEXISTS', leases, id) == 0 then
     chosen = trial(due_key, id, tried, now)
     if chosen then half_open = '1' end
@@ -132,13 +139,15 @@ local function grant(leases, id, size, chance, tried, tries)
     if not chosen then
       local held = redis.call('HGET', leases, id) -- asked again when it took the last place
       if held then return {'leased', held, '0', '0'} end
-      return refuse(score_key, due_key, tried, now)
+      chosen, refusal = refuse(score_key, due_key, tried, now)
+      if refusal then return refusal end
+      best, last_resort = '0', true -- a nil would end the reply
     end
     local base, capacity, models, epoch = unpack(redis.call('HMGET', prefix .. 'node:' .. chosen,
       'base', 'capacity', 'models', 'epoch'))
     base, capacity = tonumber(base or ''), tonumber(capacity or '')
     local n = models and active(chosen)
-    if models and (half_open == '1' or (base > 0 and n < capacity)) then
+    if models and (half_open == '1' or last_resort or (base > 0 and n < capacity)) then
       local record = chosen .. ' ' .. epoch .. ' ' .. now .. ' ' .. size
       if redis.call('HSETNX', leases, id, record) == 0 then -- asked again: the same answer
         return {'leased', redis.call('HGET', leases, id), '0', '0'}

@@ -43,18 +43,34 @@ local function active(id)
   return math.max(0, tonumber(redis.call('GET', prefix .. 'active:' .. id) or '') or 0)
 end
 
--- The whole record as a table, or nil. Absent fields take their neutral value.
+-- The whole record as a table, or nil. What looks like a number is one, but for the names of models
+-- and of the trial (a lease id like 1234567e-3 is none); an absent field is 0.
 local function read(id)
   local key = prefix .. 'node:' .. id
-  local v = redis.call('HMGET', key, 'models', 'state', 'health', 'circuit', 'trial', 'weight',
-    'capacity', 'cooling_until_ms', 'sum_us', 'samples', 'last_sample_ms', 'epoch', 'streak',
-    'opens', 'tripped_at_ms', 'ewma_us', 'picked')
-  if not v[1] then return nil end
-  for i = 6, 17 do v[i] = tonumber(v[i] or '') or 0 end
-  return {id = id, key = key, models = v[1], state = v[2], health = v[3], circuit = v[4],
-    trial = v[5] or '', weight = v[6], capacity = v[7], cooling_until_ms = v[8], sum_us = v[9],
-    samples = v[10], last_sample_ms = v[11], epoch = v[12], streak = v[13], opens = v[14],
-    tripped_at_ms = v[15], ewma_us = v[16], picked = v[17]}
+  local flat, node = redis.call('HGETALL', key), setmetatable({}, {__index = function() return 0 end})
+  for i = 1, #flat, 2 do
+    local field, value = flat[i], flat[i + 1]
+    node[field] = field ~= 'models' and field ~= 'trial' and tonumber(value) or value
+  end
+  if node.models == 0 then return nil end
+  node.id, node.key = id, key
+  return node
+end
+
+-- T of the classic formula, ms: the mean of the window, the prior when that is empty or too old.
+-- A node without samples for a while decays toward the best it has been, so that one bad window
+-- does not starve it for ever; a node that keeps a request waiting is as slow as that wait.
+local function ttft_ms(node, now)
+  local t, age = PRIOR_MS, now - node.last_sample_ms
+  if node.samples > 0 and age <= SAMPLE_MAX_AGE_MS then
+    t = node.sum_us / node.samples / 1000
+    if age > IDLE_AFTER_MS and node.best_us > 0 then
+      local best = node.best_us / 1000
+      t = best + (t - best) * math.exp(-(age - IDLE_AFTER_MS) / IDLE_AFTER_MS)
+    end
+  end
+  if node.waiting_until_ms > now then t = math.max(t, node.waiting_ms) end
+  return math.max(t, FLOOR_MS)
 end
 
 -- The score of the idle node, from its whole record.
@@ -63,11 +79,10 @@ local function base_of(node, now)
     or node.cooling_until_ms > now then
     return 0
   elseif POLICY == 'ttft' then
-    local t = PRIOR_MS
-    if node.samples > 0 and now - node.last_sample_ms <= SAMPLE_MAX_AGE_MS then
-      t = math.max(node.sum_us / node.samples / 1000, FLOOR_MS)
-    end
-    return node.weight / (ALPHA * t / BASELINE_MS + 1 - ALPHA)
+    local base = node.weight / (ALPHA * ttft_ms(node, now) / BASELINE_MS + 1 - ALPHA)
+    local up_ms = now - node.since_ms -- slow start: the first requests warm a cold node up
+    if up_ms < 0 or up_ms >= SLOW_START_MS then return base end -- below 0: the clock went back
+    return base * math.max(0.1, up_ms / SLOW_START_MS)
   elseif POLICY == 'weighted_least_conn' then
     return node.weight
   elseif POLICY == 'peak_ewma' then

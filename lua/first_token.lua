@@ -41,10 +41,21 @@ redis.call('PEXPIRE', key, SAMPLE_MAX_AGE_MS)
 local fade = math.exp(-(now - node.last_sample_ms) / 10000)
 node.ewma_us = ttft_us > node.ewma_us and ttft_us
   or math.floor(node.ewma_us * fade + ttft_us * (1 - fade) + 0.5)
+
+-- The best this node has been (where an idle node's T decays to), forgotten over five minutes: toward
+-- what it is now, not the mean, or one request in a stale window would take the best away.
+local mean = node.sum_us / node.samples
+if node.best_us == 0 or mean < node.best_us then node.best_us = mean
+else
+  node.best_us = node.best_us
+    + (ttft_us - node.best_us) * (1 - math.exp((node.last_sample_ms - now) / 300000))
+end
 node.last_sample_ms = now
+node.waiting_until_ms = 0 -- it answers again
 if node.circuit == 'half_open' and node.trial == lease.id then
   settle(node, lease, 'ok', 0, 0, active(node.id), now) -- the trial answers: closed here already
 end
 keep(node, active(node.id), now, 'sum_us', string.format('%d', node.sum_us),
-  'samples', node.samples, 'last_sample_ms', now, 'ewma_us', string.format('%.0f', node.ewma_us))
+  'samples', node.samples, 'last_sample_ms', now, 'waiting_until_ms', 0,
+  'ewma_us', string.format('%.0f', node.ewma_us), 'best_us', string.format('%.0f', node.best_us))
 return 1

@@ -21,9 +21,11 @@ from app.errors import AttemptFailed, RedisAway, Refused
 from app.model import Ask, Grant, Node, Outcome, Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
     from types import TracebackType
 
+    from app.cluster.health import Pulse
+    from app.cluster.local import Local
     from app.cluster.registry import Registry
     from app.cluster.scripts import Scripts
 
@@ -46,22 +48,39 @@ class Leases:
     Three books: ``_pending`` (asked for: may exist), ``_held`` (known to exist: lease id → its
     record as Redis wrote it), ``_returning`` (release sent, not confirmed). Whatever Redis
     knows beyond these is an orphan; whatever is held and unknown to Redis was lost there.
+    ``_alone`` are those of the held that this replica granted itself while Redis was away.
     """
 
     def __init__(
-        self, scripts: Scripts, registry: Registry, *, replica: str, boot: str, ttl_ms: int
+        self,
+        scripts: Scripts,
+        registry: Registry,
+        pulse: Pulse,
+        local: Local,
+        *,
+        replica: str,
+        boot: str,
+        ttl_ms: int,
     ) -> None:
         self._scripts = scripts
         self._registry = registry
+        self._pulse = pulse
+        self._local = local
         self._replica = replica
         self._boot = boot
         self._ttl_ms = ttl_ms
         self._minted = 0
         self._pending: set[str] = set()
         self._held: dict[str, str] = {}
+        self._alone: set[str] = set()
         self._returning: dict[str, _Ending] = {}
         self._debts: set[str] = set()  # of those returning, the ones whose release got no answer
+        self._last_grant = (
+            "",
+            0.0,
+        )  # record and monotonic time: tells Redis' clock when it is away
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.on_lost: Callable[[], None] = lambda: None  # Redis answers, but has lost everything
 
     def __repr__(self) -> str:
         return (
@@ -82,7 +101,7 @@ class Leases:
     def hold(self, ask: Ask) -> Lease:
         """``async with leases.hold(ask) as lease``: leased on entry, ended on every exit.
 
-        Entry raises ``Refused`` or ``RedisAway``.
+        Entry raises ``Refused``.
         """
         return Lease(self, ask)
 
@@ -102,13 +121,14 @@ class Leases:
                 ttl_ms=self._ttl_ms,
                 size=ask.prompt_tokens,
             )
-            return await self._granted(lease_id, answer)
-        except NotSent:
-            self._pending.discard(lease_id)  # an outage must not pile up releases of nothing
-            raise
-        except BaseException:
+            return await self._granted(lease_id, ask, answer, ())
+        except BaseException as exc:
+            if isinstance(exc, NotSent):
+                self._pending.discard(lease_id)  # an outage must not pile up releases of nothing
             # The answer was lost, or the client left while the call was on the wire.
             self._give_back(lease_id, _Ending(Outcome.ABANDONED))
+            if isinstance(exc, RedisAway):
+                return self._grant_alone(ask, ())
             raise
 
     async def _move(
@@ -116,8 +136,6 @@ class Leases:
     ) -> tuple[Grant, Node]:
         lease_id = self._mint()
         ending = _Ending(failure.outcome, failure.cool_ms)
-        self._held.pop(old, None)
-        self._returning[old] = ending  # the move ends it; if the answer is lost, a release does
         try:
             answer = await self._scripts.move(
                 lease_id,
@@ -135,20 +153,30 @@ class Leases:
             if isinstance(exc, NotSent):
                 self._pending.discard(lease_id)
             self._give_back(lease_id, _Ending(Outcome.ABANDONED))
+            if isinstance(exc, RedisAway):
+                return self._grant_alone(ask, tried)
             raise
-        self._returning.pop(old, None)
+        self._drop(old)
         try:
-            return await self._granted(lease_id, answer)
-        except BaseException:
+            return await self._granted(lease_id, ask, answer, tried)
+        except BaseException as exc:
             self._give_back(lease_id, _Ending(Outcome.ABANDONED))
+            if isinstance(exc, RedisAway):  # it went while the granted node was looked up
+                return self._grant_alone(ask, tried)
             raise
 
-    async def _granted(self, lease_id: str, answer: Grant | Refusal) -> tuple[Grant, Node]:
+    async def _granted(
+        self, lease_id: str, ask: Ask, answer: Grant | Refusal, tried: Sequence[str]
+    ) -> tuple[Grant, Node]:
         if isinstance(answer, Refusal):
             self._pending.discard(lease_id)
+            known_here = answer.reason == "unknown" and ask.model in self._registry.models
+            if known_here and await self._registry.forgot(ask.model):
+                self.on_lost()  # the heartbeat fills it again; until then as if it were away
+                return self._grant_alone(ask, tried)
             raise Refused(answer)
-        self._pending.discard(lease_id)
-        self._held[lease_id] = answer.record
+        self._last_grant = (answer.record, monotonic())
+        self._keep(lease_id, answer.record, answer.node_id, ask)
         node = self._registry.known(answer.node_id, answer.epoch)
         if node is None:
             try:
@@ -157,8 +185,42 @@ class Leases:
                 raise Refused(Refusal("down", 1000)) from exc
         return answer, node
 
+    def _grant_alone(self, ask: Ask, tried: Sequence[str]) -> tuple[Grant, Node]:
+        """Redis is away: choose here, and tell it when it is back. Raises ``Refused``."""
+        registry = self._registry
+        node = self._local.pick(ask.model, registry.nodes.values(), registry.replicas, tried)
+        if isinstance(node, Refusal):
+            raise Refused(node)
+        lease_id = self._mint()
+        record = f"{node.id} {node.epoch} {self._redis_ms()} {ask.prompt_tokens}"
+        self._alone.add(lease_id)
+        self._keep(lease_id, record, node.id, ask)
+        return Grant(lease_id, node.id, node.epoch, record, node.base, False, degraded=True), node
+
+    def _redis_ms(self) -> int:
+        """What Redis' clock says now, by the last grant; 0 when there was none."""
+        record, at = self._last_grant
+        return int(record.split(" ")[2]) + int((monotonic() - at) * 1000) if record else 0
+
+    def _keep(self, lease_id: str, record: str, node_id: str, ask: Ask) -> None:
+        self._pending.discard(lease_id)
+        self._held[lease_id] = record
+        self._local.own[node_id] += 1
+        if ask.stream:
+            self._pulse.waiting[lease_id] = (node_id, monotonic())
+
+    def _drop(self, lease_id: str) -> None:
+        """Off all books but ``_returning``."""
+        self._pending.discard(lease_id)
+        self._alone.discard(lease_id)
+        self._pulse.waiting.pop(lease_id, None)
+        record = self._held.pop(lease_id, None)
+        if record is not None:
+            self._local.own[record.partition(" ")[0]] -= 1
+
     def _first_token(self, lease_id: str, ttft_us: int) -> None:
         """Send the sample now, ahead of the release; a lost one is not worth a wait."""
+        self._pulse.waiting.pop(lease_id, None)
         sent = self._scripts.send_first_token(lease_id, replica=self._replica, ttft_us=ttft_us)
         sent.add_done_callback(partial(self._sampled, lease_id, ttft_us))
 
@@ -171,11 +233,14 @@ class Leases:
 
     def _give_back(self, lease_id: str, ending: _Ending) -> None:
         """Send the release now and keep it on the books until Redis has confirmed."""
-        known = lease_id in self._held or lease_id in self._pending or lease_id in self._returning
-        if not known:
+        record = self._held.get(lease_id)
+        if record is None and lease_id not in self._pending:
             return
-        self._held.pop(lease_id, None)
-        self._pending.discard(lease_id)
+        alone = lease_id in self._alone
+        self._drop(lease_id)
+        if alone:  # Redis never knew it: its outcome counts here
+            self._judge_alone(record or "", ending)
+            return
         self._returning[lease_id] = ending
         sent = self._scripts.send_release(
             lease_id,
@@ -187,9 +252,17 @@ class Leases:
         )
         sent.add_done_callback(partial(self._confirmed, lease_id))
 
+    def _judge_alone(self, record: str, ending: _Ending) -> None:
+        node_id = record.partition(" ")[0]
+        if ending.outcome is Outcome.FAILED:
+            self._local.failed(node_id)
+        elif ending.outcome is Outcome.OK:
+            self._local.answered(node_id)
+
     def _confirmed(self, lease_id: str, sent: asyncio.Future[Any]) -> None:
         error = None if sent.cancelled() else sent.exception()
         if isinstance(error, NoScript):
+            self._debts.add(lease_id)
             self._spawn(self._settle(lease_id))
         elif isinstance(error, RedisAway) or sent.cancelled():
             self._debts.add(lease_id)  # stays in _returning: the heartbeat sends it again
@@ -232,16 +305,18 @@ class Leases:
         Raises ``RedisAway``.
         """
         # On one FIFO link the count is exact: what was sent before this call is what Redis
-        # has seen. Pending and returning leases may or may not be among them.
+        # has seen. Pending and returning leases may or may not be among them; those granted
+        # alone are not, so they make a difference that is then mended.
         low, maybe = len(self._held), len(self._pending) + len(self._returning)
         count, known = await self._scripts.renew(replica=self._replica, ttl_ms=self._ttl_ms)
         for lease_id in list(self._debts):
             await self._settle(lease_id)
-        if not known or not low <= count <= low + maybe:
-            await self._reconcile()
+        self._local.forget()
+        if known and not low <= count <= low + maybe:
+            await self.reconcile()
         return known
 
-    async def _reconcile(self) -> None:
+    async def reconcile(self) -> None:
         """Make Redis' list of this replica's leases and the replica's own agree."""
         held_before = dict(self._held)
         listed = await self._scripts.listed(self._replica)
@@ -250,6 +325,8 @@ class Leases:
             for lease_id, record in held_before.items()
             if lease_id not in listed and lease_id in self._held
         ]
+        # From here on Redis may know them: they are released like any other.
+        self._alone.difference_update(lease_id for lease_id, _ in missing)
         for start in range(0, len(missing), 100):
             # What ended while the batch before was on its way must not come back.
             batch = [pair for pair in missing[start : start + 100] if pair[0] in self._held]
@@ -312,7 +389,7 @@ class Lease:
     async def move(self, failure: AttemptFailed) -> None:
         """End this attempt with ``failure`` and lease another node, in one step.
 
-        Raises ``Refused`` (the old lease is ended all the same) or ``RedisAway``.
+        Raises ``Refused`` (the old lease is ended all the same).
         """
         self._ended = True
         self._now_on(await self._leases._move(self._ask, self.grant.lease_id, failure, self.tried))
@@ -322,6 +399,10 @@ class Lease:
         self.grant, self.node = granted
         self.started = monotonic()
         self.tried.append(self.node.id)
+
+    def heard(self, at: float) -> None:
+        """Bytes came from the node at monotonic time ``at``: it is alive."""
+        self._leases._pulse.heard[self.node.id] = at
 
     def first_token(self) -> None:
         """Record the TTFT of this attempt; call at the first generated content."""

@@ -17,12 +17,12 @@ import random
 import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import urlsplit
 
 import hiredis
-from redis.asyncio.connection import parse_url
 
-from app.errors import ConfigError, RedisAway, ScriptError
+from app.cluster.address import Address, Resolver
+from app.errors import RedisAway, ScriptError
+from app.keys import dial_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,15 +127,13 @@ class Link:
     task dials with exponential back-off and jitter.
     """
 
-    def __init__(self, url: str, *, budget_s: float, name: str) -> None:
-        try:
-            self._at: dict[str, Any] = dict(parse_url(url))
-        except ValueError as exc:
-            raise ConfigError(f"redis.url: {exc}; right is redis://host:6379/0") from exc
-        self.address = "{0.hostname}:{0.port}".format(urlsplit(url))
-        self._tls = url.startswith("rediss://")
+    def __init__(self, url: str, *, budget_s: float, name: str, tag: str = "default") -> None:
+        self._resolver = Resolver(url, tag=tag, timeout_s=max(budget_s, 0.5))
+        self.address = self._resolver.shown
         self._budget_s = budget_s
         self._name = name
+        # Of the pool's slot, and never there: a write to it shows what a first script would meet.
+        self._trial_key = dial_key(tag)
         self._wire: _Wire | None = None
         self._dialling: asyncio.Task[None] | None = None
         self._clock: asyncio.TimerHandle | None = None
@@ -216,18 +214,17 @@ class Link:
         self._clock = self._loop.call_at(rest, self._check)
 
     async def _dial(self) -> None:
-        at = self._at
         async with asyncio.timeout(max(self._budget_s * 4, 1.0)):
-            if "path" in at:
-                _, wire = await self._loop.create_unix_connection(self._new_wire, at["path"])
+            at = await self._resolver.resolve()
+            if at.path:
+                _, wire = await self._loop.create_unix_connection(self._new_wire, at.path)
             else:
-                context = ssl.create_default_context() if self._tls else None
-                host, port = at.get("host", "127.0.0.1"), at.get("port", 6379)
+                context = ssl.create_default_context() if at.tls else None
                 _, wire = await self._loop.create_connection(
-                    self._new_wire, host, port, ssl=context
+                    self._new_wire, at.host, at.port, ssl=context
                 )
             try:
-                await self._greet(wire)
+                await self._greet(wire, at)
             except BaseException:
                 wire.drop("greeting failed")
                 raise
@@ -236,23 +233,27 @@ class Link:
         for hook in self.on_connect:
             hook()
 
-    async def _greet(self, wire: _Wire) -> None:
-        """AUTH, SELECT, name the connection, and prove that this is a writable primary."""
-        at = self._at
+    async def _greet(self, wire: _Wire, at: Address) -> None:
+        """AUTH, SELECT, name the connection, and prove that this is a writable primary.
+
+        PING and ROLE are fine on a primary that refuses scripts (CLUSTERDOWN, MISCONF): the link
+        would be back and away again twenty times a second. So a write is tried as well.
+        """
         commands: list[tuple[Argument, ...]] = []
-        if at.get("password"):
-            user = (at["username"],) if at.get("username") else ()
-            commands.append(("AUTH", *user, at["password"]))
-        if at.get("db"):
-            commands.append(("SELECT", at["db"]))
-        commands += [("CLIENT", "SETNAME", self._name), ("PING",)]
+        if at.password:
+            user = (at.username,) if at.username else ()
+            commands.append(("AUTH", *user, at.password))
+        if at.db:
+            commands.append(("SELECT", at.db))
+        commands += [("CLIENT", "SETNAME", self._name), ("PING",), ("UNLINK", self._trial_key)]
         for command in commands:
             waiter: asyncio.Future[Any] = self._loop.create_future()
             wire.send(_pack(command), waiter, 0.0)
             try:
                 await waiter
             except ScriptError as exc:
-                raise RedisAway(f"{command[0]!s}: {exc}") from exc
+                if command[0] != "UNLINK":  # NOPERM: this user may run scripts only
+                    raise RedisAway(f"{command[0]!s}: {exc}") from exc
         waiter = self._loop.create_future()
         wire.send(_pack(("ROLE",)), waiter, 0.0)
         if (await waiter)[0] != "master":

@@ -65,7 +65,7 @@ async def _node(link: Link, keys: PoolKeys, pool: str, node_id: str) -> NodeRow 
         *(link.call("ZSCORE", keys.score(model), node_id) for model in models)
     )
     samples = int(record.get("samples", 0))
-    tpot_us = float(record.get("tpot_us", 0))
+    tpot_us = float(record.get("tpot_us") or 0)
     return NodeRow(
         id=node_id,
         pool=pool,

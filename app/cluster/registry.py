@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from app.cluster.engines import discover_models
 from app.errors import LeasewayError
 from app.model import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from app.cluster.link import Link
     from app.cluster.scripts import Scripts
@@ -36,8 +36,10 @@ class Registry:
         self._pool = pool
         self._configured = {node.id: node for node in configured}
         self._undiscovered = {node.id for node in configured if not node.models}
+        self.replicas = 1  # living replicas at the last refresh
         self.nodes: dict[str, Node] = {}
         self.models: frozenset[str] = frozenset()
+        self._know({node.id: node for node in configured})
 
     def known(self, node_id: str, epoch: int) -> Node | None:
         """The cached node, if it is of this epoch."""
@@ -53,9 +55,31 @@ class Registry:
         self.nodes[node_id] = node
         return node
 
+    async def lost(self) -> bool:
+        """Whether Redis has no node at all: flushed, or back empty. Raises ``RedisAway``."""
+        return bool(self._configured) and not await self._link.call(
+            "EXISTS", self._scripts.keys.nodes
+        )
+
+    async def forgot(self, model: str) -> bool:
+        """Whether Redis did not know ``model`` for having lost its nodes. Raises ``RedisAway``.
+
+        A replica may have put them back since, or be about to.
+        """
+        there = await self._read()
+        ids = [node.id for node in self.nodes.values() if model in node.models]
+        back = any(node_id in there or node_id in self._configured for node_id in ids)
+        return bool(self._configured) and (not there or back)
+
     async def refresh(self) -> None:
         """Read all records. Raises ``RedisAway``; the cache then stays as it is."""
+        nodes = await self._read()
+        if nodes or not self._configured:  # none at all is a loss of Redis', not news
+            self._know(nodes)
+
+    async def _read(self) -> dict[str, Node]:
         ids = sorted(await self._link.call("SMEMBERS", self._scripts.keys.nodes))
+        self.replicas = max(1, await self._link.call("ZCARD", self._scripts.keys.replicas))
         flats = await asyncio.gather(
             *(self._link.call("HGETALL", self._scripts.keys.node(node_id)) for node_id in ids)
         )
@@ -64,6 +88,9 @@ class Registry:
             node = self._parse(node_id, dict(zip(flat[::2], flat[1::2], strict=True)))
             if node is not None:
                 nodes[node_id] = node
+        return nodes
+
+    def _know(self, nodes: dict[str, Node]) -> None:
         self.nodes = nodes
         self.models = frozenset(m for node in nodes.values() for m in node.models)
 
@@ -81,19 +108,29 @@ class Registry:
             api_key_env=record.get("api_key_env") or None,
             state=record.get("state", "active"),
             epoch=int(record.get("epoch", 0)),
+            health=record.get("health", "ok"),
+            misses=int(record.get("misses", 0)),
+            ttft_ms=_mean_ms(record),
+            base=float(record.get("base", 0)),
         )
 
-    async def register_configured(self) -> None:
+    async def register_configured(self, heard: Collection[str] = ()) -> None:
         """Put the configured nodes into Redis; take out those a former configuration put in.
 
         What the fleet has learned of a node is kept (see ``lua/register.lua``). The replica
-        that starts last has the last word on what is configured.
+        that starts last has the last word on what is configured. A node that was known to be
+        well before Redis lost everything comes back well, and so does one that has answered this
+        replica (``heard``); a new one waits for its first probe. Until all are there the cache
+        stays as it is: requests are served from it.
         """
-        await self.refresh()
+        there = await self._read()
         for node in self._configured.values():
-            if node.models or node.id not in self.nodes:
-                await self._register(node)
-        for node_id in self.nodes.keys() - self._configured.keys():
+            if node.models or node.id not in there:
+                known = self.nodes.get(node.id)
+                proven = known is not None and (known.epoch > 0 or node.id in heard)
+                well = proven and known is not None and known.health == "ok"
+                await self._register(node, "ok" if well else "new")
+        for node_id in there.keys() - self._configured.keys():
             source = await self._link.call("HGET", self._scripts.keys.node(node_id), "source")
             if source == "config":
                 running = await self._scripts.unregister(node_id)
@@ -104,32 +141,25 @@ class Registry:
                 )
         await self.refresh()
 
-    async def _register(self, node: Node) -> None:
-        said, _ = await self._scripts.register(node, source="config")
+    async def _register(self, node: Node, health: str) -> None:
+        said, _ = await self._scripts.register(node, source="config", health=health)
         if said != "same":
             log.info("node %s %s: %s, models %s", node.id, said, node.url, list(node.models))
 
-    async def discover(self) -> None:
-        """Ask nodes with ``models: discovered`` for their models, until each has answered once."""
-        for node_id in sorted(self._undiscovered):
-            node = self._configured[node_id]
-            models = await discover_models(node)
-            if models:
-                await self._scripts.register(_with_models(node, models), source="config")
-                self._configured[node_id] = _with_models(node, models)
-                self._undiscovered.discard(node_id)
-                log.info("node %s serves %s", node_id, list(models))
-                await self.refresh()
+    def undiscovered(self, node_id: str) -> bool:
+        """Whether the node is configured with ``models: discovered`` and has not told them yet."""
+        return node_id in self._undiscovered
+
+    async def discovered(self, node_id: str, models: tuple[str, ...]) -> None:
+        """Register what a node has said that it serves."""
+        if models:
+            node = replace(self._configured[node_id], models=models)
+            self._configured[node_id] = node
+            self._undiscovered.discard(node_id)
+            await self._register(node, "new")
+            await self.refresh()
 
 
-def _with_models(node: Node, models: tuple[str, ...]) -> Node:
-    return Node(
-        id=node.id,
-        url=node.url,
-        pool=node.pool,
-        weight=node.weight,
-        capacity=node.capacity,
-        models=models,
-        engine=node.engine,
-        api_key_env=node.api_key_env,
-    )
+def _mean_ms(record: Mapping[str, str]) -> float:
+    samples = int(record.get("samples", 0))
+    return int(record["sum_us"]) / samples / 1000 if samples else 0.0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable, Sequence
 
-    from app.config import Circuit, Scoring, Timeouts
+    from app.config import Settings
 
 VERBS = (
     "acquire",
@@ -36,6 +36,9 @@ VERBS = (
     "reap",
     "register",
     "unregister",
+    "observe",
+    "claim",
+    "sweep",
 )
 _UNLOADED = {"round_robin", "random"}  # policies whose score does not fall with load
 _TWO_CHOICES = {"p2c", "peak_ewma"}
@@ -47,8 +50,9 @@ def lua_dir() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "lua"
 
 
-def constants(scoring: Scoring, circuit: Circuit, timeouts: Timeouts) -> str:
+def constants(settings: Settings) -> str:
     """The settings as the Lua line in front of every script; times in ms."""
+    scoring, circuit, timeouts = settings.scoring, settings.circuit, settings.timeouts
     values: dict[str, str | float | bool] = {
         "POLICY": scoring.policy,
         "BY_LOAD": scoring.policy not in _UNLOADED,
@@ -59,6 +63,11 @@ def constants(scoring: Scoring, circuit: Circuit, timeouts: Timeouts) -> str:
         "FLOOR_MS": scoring.ttft_floor_ms,
         "WINDOW": scoring.window,
         "SAMPLE_MAX_AGE_MS": int(scoring.sample_max_age_s * 1000),
+        "IDLE_AFTER_MS": int(scoring.idle_after_s * 1000),
+        "SLOW_START_MS": int(scoring.slow_start_s * 1000),
+        "UNHEALTHY_AFTER": settings.health.unhealthy_after,
+        "FAILURE_RATE": circuit.failure_rate,
+        "MIN_SAMPLES": circuit.min_samples,
         "FAILURE_THRESHOLD": circuit.failure_threshold,
         "OPEN_MS": int(circuit.open_s * 1000),
         "OPEN_MAX_MS": int(circuit.open_max_s * 1000),
@@ -108,6 +117,14 @@ class Scripts:
         }
         self._clock = clock
         self._chance = chance
+        link.on_connect.insert(0, self._load)
+
+    def _load(self) -> None:
+        """Ahead of all calls on a new connection: `first_token` is sent just before `release`, and
+        would find its lease gone when it alone had to be sent again as text."""
+        for source in self._texts.values():
+            loaded = self._link.call("SCRIPT", "LOAD", source)
+            loaded.add_done_callback(lambda f: f.cancelled() or f.exception())  # else: NOSCRIPT
 
     def send(self, verb: str, keys: Sequence[str], *args: Argument) -> asyncio.Future[Any]:
         """Send ``verb`` once by digest, not waiting for the answer."""
@@ -246,11 +263,17 @@ class Scripts:
         return int(ended), str(replica), bool(more)
 
     async def register(
-        self, node: Node, *, source: str = "admin", state: str | None = None
+        self,
+        node: Node,
+        *,
+        source: str = "admin",
+        state: str | None = None,
+        health: str = "ok",
     ) -> tuple[str, int]:
         """Put ``node`` into the registry: ('added' | 'changed' | 'same', epoch).
 
-        ``source`` says who put it there: ``config`` or ``admin``.
+        ``source`` says who put it there: ``config`` or ``admin``; ``health`` is that of a node
+        that is added: ``new`` gets no request before its first good probe.
         """
         fields: list[Argument] = [
             "url", node.url, "weight", node.weight, "capacity", node.capacity,
@@ -261,7 +284,7 @@ class Scripts:
         said, epoch = await self.run(
             "register",
             (self.keys.nodes, self.keys.node(node.id)),
-            node.id, "\n".join(node.models), *fields,
+            node.id, "\n".join(node.models), health, *fields,
         )  # fmt: skip
         return str(said), int(epoch)
 
@@ -269,6 +292,26 @@ class Scripts:
         """Take a node out: leases still running on it, or -1 when it was not known."""
         keys = self.keys
         return int(await self.run("unregister", (keys.nodes, keys.node(node_id)), node_id))
+
+    async def observe(
+        self, node: Node, verdict: str, *, waiting_ms: int | None = None, valid_ms: int = 0
+    ) -> tuple[str, str]:
+        """Fold what was seen of ``node`` into its record: (health before, health now)."""
+        before, after = await self.run(
+            "observe",
+            (self.keys.node(node.id),),
+            node.id, node.epoch, verdict, "" if waiting_ms is None else waiting_ms, valid_ms,
+        )  # fmt: skip
+        return str(before), str(after)
+
+    async def claim(self, *, interval_ms: int, limit: int = 50) -> list[str]:
+        """Take the duty to probe the nodes that are due: their ids."""
+        return [str(i) for i in await self.run("claim", (self.keys.probes,), interval_ms, limit)]
+
+    async def sweep(self, *, interval_ms: int, limit: int = 50) -> tuple[int, bool]:
+        """Rewrite the scores of nodes that are due: (how many, more waiting)."""
+        swept, more = await self.run("sweep", (self.keys.sweeps,), interval_ms, limit)
+        return int(swept), bool(more)
 
 
 def _decode(lease_id: str, reply: list[str]) -> Grant | Refusal:

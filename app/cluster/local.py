@@ -1,0 +1,81 @@
+"""Choosing nodes without Redis: the last known picture, this replica's share of each capacity.
+
+Fail open: requests keep flowing while shared state is away. Every replica scores on its own
+leases alone and takes the others for its like, so that together they stay near the caps:
+`score = base / (own · replicas + 1)`, capacity divided by the last known number of replicas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from app.model import Node, Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from app.config import Circuit
+
+
+class Local:
+    """One replica's own view of a pool. ``own`` counts its leases by node, always."""
+
+    def __init__(
+        self, circuit: Circuit, chance: Callable[[], float], now: Callable[[], float] = monotonic
+    ) -> None:
+        self._threshold = circuit.failure_threshold
+        self._open_s = circuit.open_s
+        self._open_max_s = circuit.open_max_s
+        self._chance = chance
+        self._now = now
+        self._streak: Counter[str] = Counter()
+        self._open_until: dict[str, float] = {}
+        self.own: Counter[str] = Counter()
+
+    def pick(
+        self, model: str, nodes: Iterable[Node], replicas: int, tried: Collection[str]
+    ) -> Node | Refusal:
+        """The best usable node for ``model``, or why there is none.
+
+        Health is the last known verdict and only a preference: a probe cannot be repeated now.
+        """
+        serving = [n for n in nodes if model in n.models and n.state == "active"]
+        if not serving:
+            return Refusal("unknown", 0)
+        untried = [n for n in serving if n.id not in tried]
+        if not untried:
+            return Refusal("spent", 0)
+        now = self._now()
+        closed = [n for n in untried if self._open_until.get(n.id, 0.0) <= now]
+        if not closed:
+            until = min(self._open_until[n.id] for n in untried)
+            return Refusal("down", int((until - now) * 1000) + 1)
+        share = max(1, replicas)
+        free = [n for n in closed if self.own[n.id] < max(1, n.capacity // share)]
+        if not free:
+            return Refusal("full", 1000)
+        well = [n for n in free if n.health == "ok"] or free
+        return max(well, key=lambda n: (self._score(n, share), self._chance()))
+
+    def _score(self, node: Node, replicas: int) -> float:
+        return (node.base or node.weight) / (self.own[node.id] * replicas + 1)
+
+    def failed(self, node_id: str) -> None:
+        """Count a failure that Redis cannot count now; a streak opens the circuit here."""
+        self._streak[node_id] += 1
+        over = self._streak[node_id] - self._threshold
+        if over >= 0:
+            open_s = min(self._open_s * 2**over, self._open_max_s)
+            self._open_until[node_id] = self._now() + open_s * (1 + 0.2 * self._chance())
+
+    def answered(self, node_id: str) -> None:
+        """A good answer ends the streak."""
+        self._streak.pop(node_id, None)
+        self._open_until.pop(node_id, None)
+
+    def forget(self) -> None:
+        """Shared state is back: its circuits count, these do not."""
+        self._streak.clear()
+        self._open_until.clear()
