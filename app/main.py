@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 
@@ -21,14 +22,21 @@ from app.gateway.path import DataPlane
 from app.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from app.config import Settings
 
 log = logging.getLogger("leaseway")
 
 
-def create_app(settings: Settings, redis_url: str, replica_id: str | None = None) -> DataPlane:
+class Wired(NamedTuple):
+    """One replica, put together."""
+
+    app: DataPlane
+    replica: Replica
+
+
+def create_app(settings: Settings, redis_url: str, replica_id: str | None = None) -> Wired:
     """One replica as an ASGI app: the data plane in front of the control plane.
 
     Must be called inside the event loop that will serve it. Raises ``ConfigError``.
@@ -48,7 +56,7 @@ def create_app(settings: Settings, redis_url: str, replica_id: str | None = None
             forward.close()
 
     control = control_plane(settings, replica, keys, metrics, lifespan=lifespan)
-    return DataPlane(settings, replica, forward, keys, metrics, control)
+    return Wired(DataPlane(settings, replica, forward, keys, metrics, control), replica)
 
 
 async def serve(settings: Settings, replica_id: str | None = None) -> None:
@@ -62,7 +70,7 @@ async def serve(settings: Settings, replica_id: str | None = None) -> None:
             log.warning(
                 "no redis.url: started an embedded Valkey at %s, this replica's own", redis_url
             )
-        app = create_app(settings, redis_url, replica_id)
+        app, replica = create_app(settings, redis_url, replica_id)
         config = uvicorn.Config(
             app,
             host=settings.server.host,
@@ -76,12 +84,35 @@ async def serve(settings: Settings, replica_id: str | None = None) -> None:
             timeout_keep_alive=settings.server.keep_alive_s,
             timeout_graceful_shutdown=settings.server.drain_s,
         )
-        # uvicorn raises the signal again when it is done; that must not turn a clean end into
-        # a death by signal.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
         log.info("listening on http://%s:%d", settings.server.host, settings.server.port)
-        await uvicorn.Server(config).serve()
+        await _Server(config, replica, settings.server.notice_s).serve()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which says that it leaves before it stops listening, and ends with exit code 0."""
+
+    def __init__(self, config: uvicorn.Config, replica: Replica, notice_s: float) -> None:
+        super().__init__(config)
+        self._replica = replica
+        self._notice_s = notice_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The first signal turns readiness off and, after the notice, stops; a second one now."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._leave)
+        yield
+
+    def _leave(self) -> None:
+        if self._replica.leaving:
+            self.should_exit = True
+        else:
+            self._replica.leaving = True
+            asyncio.get_running_loop().call_later(self._notice_s, self._stop)
+
+    def _stop(self) -> None:
+        self.should_exit = True
 
 
 def _refuse_open_door(settings: Settings) -> None:

@@ -27,7 +27,7 @@ def router(replica: Replica, keys: Keys) -> APIRouter:
         return [
             row
             for pool in replica.pools.values()
-            for row in await picture.nodes(replica.link, pool.scripts.keys, pool.name)
+            for row in await picture.nodes(pool.link, pool.scripts.keys, pool.name)
         ]
 
     @routes.get("/scores", summary="The ranking of every model, best first")
@@ -35,7 +35,7 @@ def router(replica: Replica, keys: Keys) -> APIRouter:
         return [
             row
             for pool in replica.pools.values()
-            for row in await picture.scores(replica.link, pool.scripts.keys, pool.name)
+            for row in await picture.scores(pool.link, pool.scripts.keys, pool.name)
         ]
 
     return routes

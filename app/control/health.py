@@ -23,9 +23,10 @@ def router(replica: Replica, metrics: Metrics) -> APIRouter:
 
     @routes.get("/readyz", summary="Should traffic come here?")
     async def readyz() -> JSONResponse:
-        # `in_touch` is the last heartbeat's word: a script that ran, not a PING.
-        ready = replica.in_touch and not replica.leaving
-        status = "ok" if ready else "leaving" if replica.leaving else "redis_away"
+        # `up` is the last heartbeat's word: scripts that ran, not a PING. Without Redis the
+        # replica serves on its own picture: degraded, but ready, or all would leave at once.
+        status = "leaving" if replica.leaving else "ok" if replica.up else "degraded"
+        ready = not replica.leaving and bool(replica.nodes)
         return JSONResponse(
             {"status": status, "replica": replica.id, "nodes": len(replica.nodes)},
             status_code=200 if ready else 503,
@@ -35,7 +36,7 @@ def router(replica: Replica, metrics: Metrics) -> APIRouter:
     async def page() -> Response:
         metrics.leases_held.set(sum(pool.leases.held for pool in replica.pools.values()))
         metrics.reaped.set(replica.reaped)
-        metrics.redis_up.set(1 if replica.link.up else 0)
+        metrics.redis_up.set(1 if replica.up else 0)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from app.cluster.engines import node_key
 from app.errors import AttemptFailed
-from app.gateway.forward import Broken, Headers
+from app.gateway.connection import Broken, Headers
 from app.gateway.observe import EventStream, JsonBody
 from app.model import Node, Outcome
 
 if TYPE_CHECKING:
-    from app.gateway.forward import Forward, NodeConnection
+    from app.gateway.connection import NodeConnection
+    from app.gateway.forward import Forward
     from app.gateway.inspect import Call
 
 # Hop-by-hop (RFC 9110, 7.6.1), and what belongs to the hop between client and gateway.

@@ -14,9 +14,9 @@ import re
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from app.errors import ApiError, AttemptFailed, RedisAway, Refused
+from app.errors import ApiError, AttemptFailed, Refused
 from app.gateway.attempt import Answer, AnsweredBadly, attempt, to_node
-from app.gateway.forward import Broken, Headers
+from app.gateway.connection import Broken, Headers
 from app.gateway.inspect import ROUTES, Call, Route, inspect
 from app.gateway.observe import EventStream
 from app.gateway.respond import Client, ClientGone, Receive, Scope, Send, error_body
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from app.telemetry.metrics import Metrics
 
 log = logging.getLogger("leaseway.path")
+_ENDING = ApiError(
+    503, "The gateway ends.", kind="server_error", code="shutting_down", retry_after_s=1
+)
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -77,11 +80,14 @@ class DataPlane:
         except ClientGone:
             self._metrics.abandoned.inc()
         except asyncio.CancelledError:
-            if not client.gone:
-                raise  # the server ends: not the client's doing
-            self._metrics.abandoned.inc()
             with contextlib.suppress(AttributeError):
                 asyncio.current_task().uncancel()  # type: ignore[union-attr]
+            if client.gone:
+                self._metrics.abandoned.inc()
+            elif not client.started:  # the server ends, and `drain_s` is over
+                self._metrics.request("unknown", 503)
+                await client.fail(_ENDING, [(b"x-request-id", request_id)])
+            # else the answer is cut off: the server closes the connection without its end
         except ApiError as error:
             self._metrics.request("unknown", error.status)
             await client.fail(error, [(b"x-request-id", request_id)])
@@ -116,7 +122,8 @@ class DataPlane:
         pool = self._replica.pool_of(call.model)
         client.watch()
         try:
-            async with pool.leases.hold(Ask(call.model, pool.name, call.prompt_tokens)) as lease:
+            ask = Ask(call.model, call.prompt_tokens, call.stream)
+            async with pool.leases.hold(ask) as lease:
                 answer = await self._first_good_answer(lease, call, target, headers)
                 try:
                     await self._relay(client, lease, call, answer, request_id)
@@ -124,8 +131,6 @@ class DataPlane:
                     answer.connection.done()
         except Refused as exc:
             raise _refused(call, exc.refusal) from exc
-        except RedisAway as exc:
-            raise _redis_away() from exc
 
     async def _first_good_answer(
         self, lease: Lease, call: Call, target: bytes, headers: Headers
@@ -144,7 +149,7 @@ class DataPlane:
                     await lease.move(failure)
                 except BaseException as exc:
                     if isinstance(failure, AnsweredBadly):
-                        if isinstance(exc, ApiError | Refused | RedisAway):
+                        if isinstance(exc, ApiError | Refused):
                             return failure.answer
                         failure.answer.connection.abort()
                     if isinstance(exc, Refused):
@@ -176,6 +181,7 @@ class DataPlane:
                 if ready:
                     await client.write(ready)
                 ready = observed.feed(await connection.read())
+                lease.heard(monotonic())
         except Broken as exc:
             await self._break_off(client, lease, call, answer, exc)
             return
@@ -183,13 +189,16 @@ class DataPlane:
         await client.finish(ready)
 
     def _headers(self, lease: Lease, answer: Answer, request_id: bytes) -> Headers:
-        return [
+        headers = [
             *answer.headers,
             (b"x-request-id", request_id),
             (b"x-leaseway-node", lease.node.id.encode()),
             (b"x-leaseway-attempts", b"%d" % lease.attempts),
             (b"x-leaseway-queue-ms", b"0"),
         ]
+        if lease.grant.degraded:
+            headers.append((b"x-leaseway-degraded", b"1"))
+        return headers
 
     def _end(self, lease: Lease, call: Call, answer: Answer, decode_us: int) -> None:
         """The answer is whole: book it and give the lease back."""
@@ -255,16 +264,6 @@ def _refused(call: Call, refusal: Refusal) -> ApiError:
         kind="rate_limit_error" if full else "server_error",
         code="at_capacity" if full else "no_node_available",
         retry_after_s=max(refusal.retry_ms, 1000) / 1000,
-    )
-
-
-def _redis_away() -> ApiError:
-    return ApiError(
-        503,
-        "Shared state is out of reach for a moment.",
-        kind="server_error",
-        code="state_unavailable",
-        retry_after_s=1,
     )
 
 

@@ -15,7 +15,7 @@ import orjson
 from app.errors import ApiError
 
 if TYPE_CHECKING:
-    from app.gateway.forward import Headers
+    from app.gateway.connection import Headers
     from app.gateway.listen import ClientProtocol
 
 Scope = MutableMapping[str, Any]

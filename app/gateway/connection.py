@@ -1,0 +1,258 @@
+"""One HTTP/1.1 connection to a node, carrying one exchange at a time.
+
+httptools parses; what is here is what forwarding needs: one request, sized; an answer, sized,
+chunked or ended by the close; one lazy timer on silence; back-pressure; an immediate close when
+the client leaves. HTTP/1.1: RFC 9112.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+from typing import TYPE_CHECKING, cast
+
+import httptools
+
+if TYPE_CHECKING:
+    from collections import deque
+
+Headers = list[tuple[bytes, bytes]]
+
+_READ_AHEAD_BYTES = 256 * 1024  # what a slow client may leave unread before the node is stalled
+# A reused connection that closes within this time without a byte was closed while idle.
+_STALE_WITHIN_S = 1.0
+
+
+class StaleConnection(Exception):  # noqa: N818 - a race, not a fault (RFC 9112, 9.3.1)
+    """A kept-alive connection turned out to be closed: the node has not seen the request."""
+
+
+class Broken(Exception):  # noqa: N818 - the answer, not us
+    """The answer broke off after its head; ``kind`` says how in one word."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class NodeConnection(asyncio.Protocol):
+    """One connection to a node, carrying one exchange at a time."""
+
+    def __init__(self, home: deque[NodeConnection], idle_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._home = home
+        self._idle_s = idle_s
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._deadline = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._patience_s = 0.0
+        self._paused = False
+        self.uses = 0
+        self._sent_at = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._heard = False  # any byte of this answer
+        self._head_done = False
+        self._sized = False
+        self._keep_alive = False
+        self._complete = False
+        self._failure: Exception | None = None
+
+    # The exchange, from the forward path's side
+
+    def send(self, request: bytes, body: bytes, patience_s: float) -> None:
+        """Write the request; the answer's first byte may take ``patience_s``."""
+        assert self._transport is not None  # noqa: S101 - made by create_connection
+        self._reset()
+        self.uses += 1
+        self._sent_at = monotonic()
+        self.be_patient(patience_s)
+        self._transport.write(request + body if len(body) < 65_536 else request)
+        if len(body) >= 65_536:
+            self._transport.write(body)
+
+    def be_patient(self, patience_s: float) -> None:
+        """Allow ``patience_s`` of silence from now on."""
+        self._patience_s = patience_s
+        self._arm(patience_s)
+
+    async def head(self) -> None:
+        """Wait for status and headers. Raises ``StaleConnection`` or ``Broken``."""
+        while not self._head_done:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """All body bytes that have come since the last read; b"" at the end.
+
+        Raises ``Broken`` when the answer is cut, malformed or silent for too long.
+        """
+        while not self._parts:
+            if self._complete:
+                return b""
+            await self._wait()
+        parts, self._parts, self._size = self._parts, [], 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+            self._arm(self._patience_s)  # the silence so far was ours, not the node's
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole answer has arrived (parts of it may still be unread)."""
+        return self._complete
+
+    @property
+    def unread(self) -> bool:
+        """Whether body bytes wait to be read."""
+        return bool(self._parts)
+
+    def done(self) -> None:
+        """End of the exchange: back to the pool when reusable, closed otherwise. Never waits."""
+        if (
+            self._complete
+            and not self._parts
+            and self._transport is not None
+            and not self._transport.is_closing()
+            and self._keep_alive
+        ):
+            self._arm(self._idle_s)
+            self._home.append(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once, so that the node stops working for nobody."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def usable(self) -> bool:
+        """Whether a pooled connection is still open."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, failure: Exception) -> None:
+        if self._failure is None and not self._complete:
+            self._failure = failure
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(failure)
+
+    # One lazy timer: it is moved only when a deadline comes nearer, checked when it fires
+
+    def _arm(self, seconds: float) -> None:
+        self._deadline = self._loop.time() + seconds
+        if self._timer is not None and self._timer.when() > self._deadline + 0.001:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._deadline, self._tick)
+
+    def _tick(self) -> None:
+        timer, self._timer, now = self._timer, None, self._loop.time()
+        # A late timer: the replica itself stood still (SIGSTOP, a frozen machine). What the node
+        # has sent meanwhile is read first.
+        late = timer is not None and now - timer.when() > 0.1
+        if self._paused or late or now < self._deadline:
+            self._timer = self._loop.call_at(max(self._deadline, now + 0.05), self._tick)
+            return
+        if self._complete or not self.uses:
+            self.abort()  # idle in the pool for long enough
+        else:
+            kind = "stall" if self._heard else "first_byte_timeout"
+            self._fail(Broken(kind, f"the node was silent for {self._patience_s:g} s"))
+            self.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = True
+        self._deadline = self._loop.time() + self._patience_s
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as exc:
+            self._fail(Broken("malformed", f"the node's answer is not valid HTTP: {exc}"))
+            self.abort()
+            return
+        except httptools.HttpParserUpgrade:
+            self._fail(Broken("malformed", "the node switched protocols"))
+            self.abort()
+            return
+        if self._size > _READ_AHEAD_BYTES and not self._paused and not self._complete:
+            self._paused = True
+            assert self._transport is not None  # noqa: S101
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._head_done and not self._sized and exc is None:
+            self._complete = True  # an answer that ends by closing (HTTP/1.0 style)
+            self._wake()
+        stale = self.uses > 1 and not self._heard and monotonic() - self._sent_at < _STALE_WITHIN_S
+        if stale:
+            self._fail(StaleConnection())
+        elif self._head_done:
+            self._fail(Broken("truncated", f"the node broke off its answer: {exc or 'closed'}"))
+        else:
+            self._fail(Broken("reset", f"the node closed without an answer: {exc or 'closed'}"))
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        try:
+            self._home.remove(self)
+        except ValueError:
+            pass
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        self.headers = []
+        self._sized = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name in {b"content-length", b"transfer-encoding"}:
+            self._sized = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:  # 1xx are only announcements (RFC 9110, 15.2)
+            self.status = status
+            self._sized = self._sized or status in {204, 304}
+            # Asked here: after the message the parser has forgotten it.
+            self._keep_alive = self._sized and self._parser.should_keep_alive()
+            self._head_done = True
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+        self._size += len(body)
+
+    def on_message_complete(self) -> None:
+        if self._head_done:
+            self._complete = True
