@@ -102,24 +102,23 @@ def bench() -> Iterator[Bench]:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ValkeyServer())
         valkey = stack.enter_context(redis.Redis(port=server.port, decode_responses=True))
-        nodes = []
-        for i, case in enumerate(EXITS, 1):
-            node = RawNode(case.script, models=(f"m{i}",))
-            with contextlib.ExitStack() as running:
-                running.enter_context(node)
-                if case.script is not None:
-                    stack.enter_context(running.pop_all())
-            if case.deaf:
-                node.url = f"http://127.0.0.1:{stack.enter_context(_deaf_port())}"
-            nodes.append(node)
+        nodes = [RawNode(case.script, models=(f"m{i}",)) for i, case in enumerate(EXITS, 1)]
+        leaving = contextlib.ExitStack()  # nodes that are well when they are probed, and then go
+        for node, case in zip(nodes, EXITS, strict=True):
+            (leaving if case.script is None else stack).enter_context(node)
         settings = small_settings(
             nodes,
             capacity=REQUESTS,
             timeouts={"first_token_s": FIRST_BYTE_S},
-            circuit={"failure_threshold": 10_000},  # each of the 20 must reach the node
+            circuit={"failure_threshold": 10_000, "failure_rate": 1},  # all 20 reach the node
+            health={"interval_s": 3600},
             scoring={"sample_max_age_s": 3600},
         )
         gateway = stack.enter_context(Gateway(settings, server.url))
+        leaving.close()
+        for node, case in zip(nodes, EXITS, strict=True):
+            if case.deaf:
+                stack.enter_context(_deaf(node.port))
         yield Bench(valkey, gateway, nodes)
         assert_ended_cleanly(gateway)
 
@@ -209,14 +208,14 @@ def _unloaded_within_2_s(valkey: redis.Redis) -> None:
 
 
 @contextlib.contextmanager
-def _deaf_port() -> Iterator[int]:
-    """A port whose backlog is full: the kernel drops every further SYN."""
+def _deaf(port: int) -> Iterator[None]:
+    """Make ``port`` one whose backlog is full: the kernel drops every further SYN."""
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        port: int = listener.getsockname()[1]
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", port), backlog=0))
+        assert listener.getsockname()[1] == port
         for _ in range(8):
             filler = stack.enter_context(socket.socket())
             filler.settimeout(0.1)
             with contextlib.suppress(TimeoutError):
                 filler.connect(("127.0.0.1", port))
-        yield port
+        yield

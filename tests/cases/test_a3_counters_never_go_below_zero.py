@@ -13,7 +13,7 @@ import pytest
 
 from app.cluster.link import Link
 from app.cluster.scripts import Scripts, constants
-from app.config import Circuit, Scoring, Timeouts
+from app.config import Settings
 from app.model import Outcome
 from tests.support import state
 from tests.support.rawclient import RawClient, ask, chat
@@ -123,7 +123,7 @@ async def test_a_release_of_an_unknown_lease_creates_nothing(
     link = Link(valkey_server.url, budget_s=1, name="stranger")
     await link.start()
     try:
-        text = constants(Scoring(), Circuit(), Timeouts())
+        text = constants(Settings())
         scripts = Scripts(link, namespace="lw", pool="default", constants=text)
         assert not await scripts.release("nobody-1", replica="nobody", outcome=outcome)
         assert not await scripts.first_token("nobody-1", replica="nobody", ttft_us=5)

@@ -102,7 +102,7 @@ async def test_a_disconnect_that_wins_the_race_against_the_first_send_leaves_not
 ) -> None:
     with RawNode(sse_answer(events(3), 0.01)) as node:
         settings = Settings(**small_settings([node]))
-        app = create_app(settings, valkey_server.url)
+        app = create_app(settings, valkey_server.url).app
         before = asyncio.all_tasks()
         async with _running(app):
             for _ in range(20):

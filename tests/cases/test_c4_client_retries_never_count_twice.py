@@ -51,7 +51,7 @@ def test_replies_withheld_for_a_second_count_nothing_twice_and_cost_one_budget(
             answers = [one.result() for one in asked]
         wait_until(lambda: state.unloaded(valkey), within_s=2, what="load(b1) = 0")
         wait_until(gw.ready, within_s=5, what="in touch again")
-    _assert_served_or_refused_well([client for client, _ in answers])
+    _assert_served([client for client, _ in answers])
     slowest = max(took for _, took in answers)
     print(f"slowest answer {slowest * 1e3:.0f} ms; "
           f"{Counter(client.status for client, _ in answers)}")  # fmt: skip
@@ -87,16 +87,8 @@ def test_a_reset_after_each_fifth_script_call_counts_nothing_twice(
             assert client.status == 200
         relay.reset_every_nth_script(5)
 
-        refused: list[RawClient] = []
-
-        def served(_: int) -> RawClient:
-            while (client := ask(gw.port, chat())).status != 200:
-                refused.append(client)
-                time.sleep(0.05)
-            return client
-
         with ThreadPoolExecutor(5) as pool:
-            answers = list(pool.map(served, range(REQUESTS)))
+            answers = list(pool.map(lambda _: ask(gw.port, chat()), range(2 * REQUESTS)))
         relay.reset_after_forwarding(None)
         wait_until(
             lambda: state.load(valkey, "b1") == len(state.leases(valkey)) == node.open == HELD,
@@ -105,20 +97,15 @@ def test_a_reset_after_each_fifth_script_call_counts_nothing_twice(
         )
         stack.close()
         wait_until(lambda: state.unloaded(valkey), within_s=2, what="load(b1) = 0")
-    print(f"{relay.resets} resets; {len(answers)} served, {len(refused)} refused before")
-    assert relay.resets >= 2 * REQUESTS // 5
-    _assert_served_or_refused_well(answers + refused)
+    print(f"{relay.resets} resets; {len(answers)} served")
+    # Between a reset and the new connection requests are served without Redis: fewer calls.
+    assert relay.resets >= REQUESTS // 5
+    _assert_served(answers)
     _assert_each_lease_counted_once(seen)
 
 
-def _assert_served_or_refused_well(answers: list[RawClient]) -> None:
-    """Served whole, or refused in the error shape."""
-    for client in answers:
-        assert client.complete
-        assert client.status in {200, 503}
-        if client.status == 503:
-            assert client.json()["error"]["code"] == "state_unavailable"
-            assert client.headers[b"retry-after"] == b"1"
+def _assert_served(answers: list[RawClient]) -> None:
+    assert all(client.complete and client.status == 200 for client in answers)
 
 
 @dataclass
@@ -153,7 +140,8 @@ def _assert_each_lease_counted_once(seen: list[state.Seen]) -> None:
     for run in runs:
         if run.call.words[2] == "4":  # acquire and move: the lease id comes first
             asked[run.arguments[0]] += run.call.verb == "EVALSHA"
-        assert run.count("INCR") <= 1
+        written = sum(one.verb == "HSETNX" for one in run.did)
+        assert run.count("INCR") <= written, "no count without its lease"
         leases |= {one.words[2] for one in run.did if one.verb == "HSETNX"}
         up, down = up + run.count("INCR"), down + run.count("DECR")
     assert max(asked.values()) == 1, "nothing sends an acquire twice"

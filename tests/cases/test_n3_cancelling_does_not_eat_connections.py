@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from tests.cases.conftest import small_settings
 from tests.support import state
+from tests.support.fleet import MODEL_LIST
 from tests.support.rawclient import RawClient, ask, chat
 from tests.support.rawnode import COMPLETION, sized
 from tests.support.servers import Gateway, wait_until
@@ -94,6 +95,9 @@ class AcceptsSlowly:
         try:
             data = sock.recv(65_536)
             self._held[sock] += data
+            if self._held[sock].startswith(b"GET ") and self._held[sock].endswith(b"\r\n\r\n"):
+                self._held[sock] = bytearray()
+                sock.sendall(MODEL_LIST)
             if self._held[sock].endswith(b"false}"):  # the end of ``chat(stream=False)``
                 self._held[sock] = bytearray()
                 sock.sendall(ANSWER)
@@ -138,7 +142,11 @@ def test_after_five_seconds_of_churn_every_request_succeeds_and_no_connection_is
         return ask(gw.port, request).status, time.monotonic() - began
 
     with AcceptsSlowly() as node:
-        settings = small_settings([], timeouts={"node_idle_s": 1.5, "connect_s": 3})
+        settings = small_settings(
+            [],
+            timeouts={"node_idle_s": 1.5, "connect_s": 3},
+            health={"interval_s": 3600, "timeout_s": 2},
+        )
         settings["nodes"] = [{"id": "b1", "url": node.url, "models": ["m"], "capacity": 64}]
         with Gateway(settings, valkey_server.url) as gw:
             assert ask(gw.port, request).status == 200

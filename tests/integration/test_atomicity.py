@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self, cast
 import orjson
 import pytest
 
-from tests.support.fleet import CHAT, MODEL, Fleet, chat
+from tests.support.fleet import CHAT, MODEL, MODEL_LIST, Fleet, chat
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -144,6 +144,10 @@ class HoldingNode(asyncio.Protocol):
         head, blank, body = self._data.partition(b"\r\n\r\n")
         if not blank:
             return
+        if head.startswith(b"GET "):
+            self._data = b""
+            self.transport.write(MODEL_LIST)
+            return
         length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
         if len(body) == length:
             self._data = b""
@@ -252,6 +256,7 @@ async def test_two_thousand_at_once_are_never_more_than_two_apart(policy: str) -
             fleet.watched() as watch,
             Monitor(fleet.valkey.port) as monitor,
         ):
+            await fleet.nodes_well(*nodes)
             askers = await connect_askers(fleet)
             ask = request_bytes()
             for asker in askers:

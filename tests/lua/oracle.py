@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from app.config import Circuit, Scoring, Timeouts
+from app.config import Circuit, Health, Scoring, Settings, Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -22,6 +22,9 @@ UNLOADED = {"random", "round_robin"}  # their score does not fall with load
 TWO_CHOICES = {"p2c", "peak_ewma"}
 LOOKED_AT = 16  # due nodes, or nodes of a refusal, that one call looks at
 LEAVING = 8  # samples that one call drops from a window
+LESS = 0.95  # what an outcome weighs after one more
+FORGOTTEN = 0.05  # failures that weigh less are
+BEST_MS = 300_000  # time over which the best mean of a node is forgotten
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,20 @@ class Tuning:
     floor_ms: float = 10
     window: int = 50
     max_age_ms: int = 300_000
+    idle_after_ms: int = 10_000
+    slow_start_ms: int = 0
+    unhealthy_after: int = 3
     threshold: int = 3
+    failure_rate: float = 0.25
+    min_samples: int = 8
     open_ms: int = 2000
     open_max_ms: int = 60_000
     trial_ms: int = 121_000
 
-    def sections(self) -> tuple[Scoring, Circuit, Timeouts]:
+    def settings(self) -> Settings:
         """The same as the application's settings."""
-        return (
-            Scoring(
+        return Settings(
+            scoring=Scoring(
                 policy=self.policy,
                 alpha=self.alpha,
                 ttft_baseline_ms=self.baseline_ms,
@@ -51,13 +59,18 @@ class Tuning:
                 ttft_floor_ms=self.floor_ms,
                 window=self.window,
                 sample_max_age_s=self.max_age_ms / 1000,
+                idle_after_s=self.idle_after_ms / 1000,
+                slow_start_s=self.slow_start_ms / 1000,
             ),
-            Circuit(
+            circuit=Circuit(
                 failure_threshold=self.threshold,
+                failure_rate=self.failure_rate,
+                min_samples=self.min_samples,
                 open_s=self.open_ms / 1000,
                 open_max_s=self.open_max_ms / 1000,
             ),
-            Timeouts(connect_s=1, first_token_s=self.trial_ms / 1000 - 1),
+            health=Health(unhealthy_after=self.unhealthy_after),
+            timeouts=Timeouts(connect_s=1, first_token_s=self.trial_ms / 1000 - 1),
         )
 
 
@@ -103,14 +116,26 @@ class Node:
     epoch: int
     set_by_hand: dict[str, str] = field(default_factory=dict)
     removed: bool = False
+    health: str = "ok"
+    misses: int = 0
+    since_ms: int = 0  # when it came, or came back
+    waiting_ms: int = 0
+    waiting_until_ms: int = 0
+    probe_ms: int = 0
+    sweep_ms: int = 0
     circuit: str = "closed"
+    cause: str = ""
     trial: str = ""
     streak: int = 0
+    bad: float = 0.0
+    seen: float = 0.0
     opens: int = 0
     tripped_ms: int = 0
     cooling_ms: int = 0
     due_ms: int | None = None
     window: list[Sample] = field(default_factory=list)
+    last_ms: int = 0  # when the newest sample was taken
+    best_us: float = 0.0
     ewma_us: float = 0.0
     picked: int = 0
     tpot_us: float | None = None
@@ -137,17 +162,32 @@ class Node:
         self.due_ms = at_ms if self.models else None
 
 
-def idle_score(node: Node, tuning: Tuning, now: int) -> float:
+def expected_ms(node: Node, tuning: Tuning, now: int) -> float:
+    """T of the formula."""
+    t_ms, age = tuning.prior_ms, now - node.last_ms
+    if node.window and age <= tuning.max_age_ms:
+        t_ms = sum(sample.ttft_us for sample in node.window) / len(node.window) / 1000
+        if age > tuning.idle_after_ms:  # the benefit of the doubt
+            doubt = math.exp(-(age - tuning.idle_after_ms) / tuning.idle_after_ms)
+            t_ms = t_ms * doubt + node.best_us / 1000 * (1 - doubt)
+    if now < node.waiting_until_ms:
+        t_ms = max(t_ms, node.waiting_ms)
+    return max(t_ms, tuning.floor_ms)
+
+
+def idle_score(node: Node, tuning: Tuning, now: int, *, whatever_probes_say: bool = False) -> float:
     """The published formula with C = 0; 0 for a node that must not be chosen."""
     usable = node.state == "active" and not node.removed and node.circuit == "closed"
-    if not usable or node.cooling_ms > now:
+    well = node.health == "ok" or (whatever_probes_say and node.health == "down")
+    if not usable or not well or node.cooling_ms > now:
         return 0.0
     if tuning.policy == "ttft":
-        t_ms = tuning.prior_ms
-        if node.window and now - node.window[0].at_ms <= tuning.max_age_ms:
-            mean_us = sum(sample.ttft_us for sample in node.window) / len(node.window)
-            t_ms = max(mean_us / 1000, tuning.floor_ms)
-        return node.weight / (tuning.alpha * t_ms / tuning.baseline_ms + (1 - tuning.alpha))
+        t_ms = expected_ms(node, tuning, now)
+        score = node.weight / (tuning.alpha * t_ms / tuning.baseline_ms + (1 - tuning.alpha))
+        up_ms = now - node.since_ms
+        if 0 <= up_ms < tuning.slow_start_ms:
+            score *= max(0.1, up_ms / tuning.slow_start_ms)
+        return score
     ewma_ms = node.ewma_us / 1000 or tuning.prior_ms
     return {
         "least_conn": 1.0,
@@ -220,7 +260,9 @@ class Oracle:
             if node.circuit == "closed":
                 node.look_again(node.cooling_ms if node.cooling_ms > now else None)
                 self._rate(node, now)
-            elif node.state != "active" or self.load(node.id) >= node.capacity:
+            elif (
+                node.state != "active" or node.health != "ok" or self.load(node.id) >= node.capacity
+            ):
                 node.look_again(now + self.tuning.open_ms)
             elif node.id not in tried:
                 node.circuit, node.trial = "half_open", lease_id
@@ -228,6 +270,15 @@ class Oracle:
                 self._rate(node, now)
                 return node
         return None
+
+    def _last_resort(self, model: str, tried: Collection[str], now: int) -> set[str]:
+        """Nodes that only probes speak against, of those that one call looks at."""
+        return {
+            n.id
+            for n in self.serving(model)[:LOOKED_AT]
+            if n.id not in tried and n.health == "down" and self.load(n.id) < n.capacity
+            and idle_score(n, self.tuning, now, whatever_probes_say=True) > 0
+        }  # fmt: skip
 
     def _refusal(self, model: str, tried: Collection[str], now: int) -> tuple[str, int]:
         serving = self.serving(model)[:LOOKED_AT]
@@ -262,6 +313,7 @@ class Oracle:
         node, before, trial = self._trial(model, lease_id, tried, now), 0.0, True
         if node is None:
             allowed, trial = self.acceptable(model, tried), False
+            allowed = allowed or self._last_resort(model, tried, now)
             if not allowed:
                 reason, retry_ms = self._refusal(model, tried, now)
                 return (reason, str(retry_ms))
@@ -312,7 +364,7 @@ class Oracle:
         if not lease or not node or node.removed or node.epoch != lease.epoch or lease.heard:
             return 0
         lease.heard = True
-        last_ms = node.window[0].at_ms if node.window else 0
+        last_ms = node.last_ms
         if last_ms < now - self.tuning.max_age_ms:
             node.window.clear()
         node.window.insert(0, Sample(ttft_us, lease.size, now))
@@ -325,8 +377,16 @@ class Oracle:
         peak = ttft_us > node.ewma_us
         ewma = ttft_us if peak else node.ewma_us * calm + ttft_us * (1 - calm)
         node.ewma_us = math.floor(ewma + 0.5)
+        mean = sum(sample.ttft_us for sample in node.window) / len(node.window)
+        best = node.best_us
+        if best == 0 or mean < best:
+            node.best_us = float(f"{mean:.0f}")
+        else:
+            gone = 1 - math.exp((last_ms - now) / BEST_MS)
+            node.best_us = float(f"{best + (ttft_us - best) * gone:.0f}")
+        node.last_ms, node.waiting_until_ms = now, 0
         if node.circuit == "half_open" and node.trial == lease_id:
-            self._close(node, now)
+            self._good(node, now, trial=True)
         self._rate(node, now)
         return 1
 
@@ -368,7 +428,7 @@ class Oracle:
             if self.load(node.id) == 0:
                 del self.nodes[node.id]
             return True
-        unremarkable = outcome == "ok" and node.streak == 0
+        unremarkable = outcome == "ok" and node.bad == 0
         if node.epoch == lease.epoch and not unremarkable:
             self._learn(node, lease_id, lease, outcome, cool_ms, chance, now)
             self._rate(node, now)
@@ -389,13 +449,18 @@ class Oracle:
         if not on_trial and (node.circuit != "closed" or lease.start_ms < node.tripped_ms):
             return  # a late result
         if outcome == "ok":
-            if on_trial:
-                self._close(node, now)
-            node.streak = node.opens = 0
+            self._good(node, now, trial=on_trial)
         elif outcome == "failed":
+            bad, seen = node.bad * LESS + 1, node.seen * LESS + 1
+            node.bad, node.seen = round(bad, 4), round(seen, 4)
             node.streak += not on_trial
-            if on_trial or node.streak >= self.tuning.threshold:
-                self._trip(node, chance, now)
+            often = seen >= self.tuning.min_samples and bad / seen > self.tuning.failure_rate
+            if on_trial:
+                self._trip(node, node.cause, chance, now)
+            elif node.streak >= self.tuning.threshold:
+                self._trip(node, "streak", chance, now)
+            elif often:
+                self._trip(node, "rate", chance, now)
         elif outcome == "saturated":
             node.cooling_ms = max(node.cooling_ms, now + cool_ms)
             if on_trial:
@@ -405,14 +470,23 @@ class Oracle:
             node.circuit, node.trial = "open", ""
             node.look_again(now)
 
-    def _close(self, node: Node, now: int) -> None:
-        node.circuit, node.trial, node.streak, node.opens = "closed", "", 0, 0
-        node.look_again(node.cooling_ms if node.cooling_ms > now else None)
+    def _good(self, node: Node, now: int, *, trial: bool) -> None:
+        """A good answer: closes after a trial, ends the streak, lets failures fade."""
+        if trial:
+            node.look_again(node.cooling_ms if node.cooling_ms > now else None)
+            node.since_ms = now
+            if node.cause == "streak":
+                node.bad = 0.0
+        node.circuit, node.trial, node.streak = "closed", "", 0
+        faded = node.bad * LESS < FORGOTTEN
+        node.bad = 0.0 if faded else round(node.bad * LESS, 4)
+        node.seen = 0.0 if faded else round(node.seen * LESS + 1, 4)
+        node.opens = 0 if faded else node.opens
 
-    def _trip(self, node: Node, chance: float, now: int) -> None:
+    def _trip(self, node: Node, cause: str, chance: float, now: int) -> None:
         """Open: 2 s, doubled each time up to 60 s, and up to a fifth more by chance."""
         ms = min(self.tuning.open_ms * 2**node.opens, self.tuning.open_max_ms)
-        node.circuit, node.trial, node.tripped_ms = "open", "", now
+        node.circuit, node.cause, node.trial, node.tripped_ms = "open", cause, "", now
         node.opens += 1
         node.look_again(max(node.cooling_ms, now + math.floor(ms * (1 + 0.2 * chance))))
 
@@ -457,13 +531,23 @@ class Oracle:
     # register, unregister
 
     def register(
-        self, node_id: str, models: tuple[str, ...], fields: dict[str, str], *, now: int
+        self,
+        node_id: str,
+        models: tuple[str, ...],
+        fields: dict[str, str],
+        *,
+        now: int,
+        health: str = "ok",
     ) -> tuple[str, str]:
         """('added' | 'changed' | 'same', epoch)."""
         node = self.nodes.get(node_id)
         if node is None or node.removed:
             epoch = max(now, node.epoch + 1 if node else 0)
-            node = self.nodes[node_id] = Node(node_id, models, epoch, dict(fields))
+            node = Node(
+                node_id, models, epoch, dict(fields), health=health,
+                since_ms=now, probe_ms=now, sweep_ms=now,
+            )  # fmt: skip
+            self.nodes[node_id] = node
             said = "added"
         else:
             new = {"state": "active", **node.set_by_hand, **fields}
@@ -490,3 +574,56 @@ class Oracle:
         if running == 0:
             del self.nodes[node_id]
         return running
+
+    # observe, claim, sweep
+
+    def observe(
+        self,
+        node_id: str,
+        epoch: str,
+        verdict: str,
+        *,
+        waiting_ms: int,
+        valid_ms: int,
+        now: int,
+    ) -> tuple[str, str]:
+        """(health before, health now)."""
+        node = self.nodes.get(node_id)
+        if node is None or node.removed or str(node.epoch) != epoch:
+            return "", ""
+        before = node.health
+        if verdict == "waiting":
+            node.waiting_ms, node.waiting_until_ms = waiting_ms, now + valid_ms
+        elif verdict == "miss":
+            node.misses += 1
+            if node.misses >= self.tuning.unhealthy_after:
+                node.health = {"ok": "down", "loading": "new"}.get(before, before)
+        else:
+            node.misses = 0
+            node.health = {"ready": "ok", "loading": "loading", "alive": before}[verdict]
+            if before != "ok" == node.health:
+                node.since_ms = now
+        self._rate(node, now)
+        return before, node.health
+
+    def _due(self, clock: str, limit: int, now: int) -> list[Node]:
+        """Registered nodes whose ``clock`` has come, longest waiting first."""
+        due = [n for n in self.nodes.values() if not n.removed and getattr(n, clock) <= now]
+        return sorted(due, key=lambda n: (getattr(n, clock), n.id))[:limit]
+
+    def claim(self, *, interval_ms: int, limit: int, now: int) -> list[str]:
+        """The ids of the nodes to probe."""
+        due = self._due("probe_ms", limit, now)
+        for node in due:
+            node.probe_ms = now + interval_ms
+        return [node.id for node in due]
+
+    def sweep(self, *, interval_ms: int, limit: int, now: int) -> tuple[int, int]:
+        """(nodes swept, more)."""
+        due = self._due("sweep_ms", limit, now)
+        for node in due:
+            node.sweep_ms = now + interval_ms
+            if now - node.last_ms > self.tuning.max_age_ms:
+                node.window.clear()
+            self._rate(node, now)
+        return len(due), int(bool(self._due("sweep_ms", 1, now)))

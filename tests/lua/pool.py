@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 T0 = 1_700_000_000_000  # a time in ms, to begin with
 TTL_MS = 10_000
+SORTED = {"score", "due", "replicas", "probes", "sweeps"}  # kinds of keys that are ZSETs
 
 
 class Pool:
@@ -31,7 +32,7 @@ class Pool:
         self.tuning = tuning or Tuning()
         self.keys = pool_keys("lw", "default")
         self.now: int | str = T0
-        self._texts = {verb: text(verb, constants(*self.tuning.sections())) for verb in VERBS}
+        self._texts = {verb: text(verb, constants(self.tuning.settings())) for verb in VERBS}
         self._digests = {verb: self.client.script_load(body) for verb, body in self._texts.items()}
 
     def run(self, verb: str, keys: Sequence[str], *args: str | float) -> Any:
@@ -139,18 +140,49 @@ class Pool:
         return ended, replica, more
 
     def register(
-        self, node: str, models: Iterable[str] = ("m",), **fields: str | float
+        self,
+        node: str,
+        models: Iterable[str] = ("m",),
+        *,
+        health: str = "ok",
+        **fields: str | float,
     ) -> tuple[str, str]:
         """('added' | 'changed' | 'same', epoch); weight 1 and capacity 64 unless given."""
         everything = {"url": f"http://{node}", "weight": 1, "capacity": 64, **fields}
         flat = [part for pair in everything.items() for part in pair]
         keys = (self.keys.nodes, self.keys.node(node))
-        said, epoch = self.run("register", keys, node, "\n".join(models), *flat)
+        said, epoch = self.run("register", keys, node, "\n".join(models), health, *flat)
         return said, epoch
 
     def unregister(self, node: str) -> int:
         """Leases still running on it, or -1."""
         return int(self.run("unregister", (self.keys.nodes, self.keys.node(node)), node))
+
+    def observe(
+        self,
+        node: str,
+        verdict: str,
+        *,
+        epoch: str | None = None,
+        waiting_ms: int | str = "",
+        valid_ms: int = 0,
+    ) -> tuple[str, str]:
+        """(health before, health now); of the node's present life unless ``epoch`` is given."""
+        known = self.record(node)["epoch"] if epoch is None else epoch
+        before, after = self.run(
+            "observe", (self.keys.node(node),), node, known, verdict, waiting_ms, valid_ms
+        )
+        return before, after
+
+    def claim(self, interval_ms: int = 5000, limit: int = 50) -> list[str]:
+        """The ids of the nodes to probe."""
+        ids: list[str] = self.run("claim", (self.keys.probes,), interval_ms, limit)
+        return ids
+
+    def sweep(self, interval_ms: int = 2000, limit: int = 50) -> tuple[int, int]:
+        """(nodes swept, more)."""
+        swept, more = self.run("sweep", (self.keys.sweeps,), interval_ms, limit)
+        return swept, more
 
     # What is stored
 
@@ -179,7 +211,7 @@ class Pool:
         kinds = [name.removeprefix(self.keys.prefix).split(":")[0] for name in names]
         pipe = self.client.pipeline(transaction=False)
         for name, kind in zip(names, kinds, strict=True):
-            if kind in {"score", "due", "replicas"}:
+            if kind in SORTED:
                 pipe.zrange(name, 0, -1, withscores=True)
             elif kind in {"node", "leases"}:
                 pipe.hgetall(name)
@@ -191,8 +223,6 @@ class Pool:
                 assert kind in {"active", "turn"}, f"unexpected key {name}"
                 pipe.get(name)
         return {
-            name: {member: float(score) for member, score in value}
-            if kind in {"score", "due", "replicas"}
-            else value
+            name: {member: float(score) for member, score in value} if kind in SORTED else value
             for name, kind, value in zip(names, kinds, pipe.execute(), strict=True)
         }

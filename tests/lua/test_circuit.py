@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.lua.oracle import Tuning
+from tests.lua.oracle import Lease, Oracle, Tuning
 from tests.lua.pool import T0, Pool
 
 if TYPE_CHECKING:
     import redis
 
-CIRCUIT = ("circuit", "trial", "streak", "opens", "tripped_at_ms", "cooling_until_ms")
+CIRCUIT = (
+    "circuit", "cause", "trial", "streak", "bad", "seen", "opens", "tripped_at_ms",
+    "cooling_until_ms", "since_ms",
+)  # fmt: skip
 
 
 def end(pool: Pool, *outcomes: str, **how: float) -> None:
@@ -243,7 +247,7 @@ def test_a_result_of_a_former_life_of_the_node_says_nothing(pool: Pool) -> None:
     assert pool.first_token("old", 9_000_000) == 0
     assert pool.release("old", "failed", tokens=3, decode_us=9) == 1
     assert learned(pool) == before
-    assert (pool.active("a"), pool.record("a").get("tpot_us")) == (0, None)
+    assert (pool.active("a"), pool.record("a")["tpot_us"]) == (0, "")
 
 
 def test_a_lost_trial_is_replaced_when_its_time_is_over_and_its_late_result_is_ignored(
@@ -321,3 +325,217 @@ def test_a_due_node_that_cannot_be_tried_does_not_hide_another_that_can(
     pool.register("b", state="draining")
     pool.later(2500)
     assert pool.acquired("x", tried=["a"]) == "c"
+
+
+def test_a_lease_id_that_reads_like_a_number_is_a_trial_like_any_other(pool: Pool) -> None:
+    """Ids are hexadecimal with a dash: 1234567e-3 happens."""
+    for lease, outcome in (("1234567e-3", "failed"), ("77", "ok")):
+        if circuit(pool) == "closed":
+            opened(pool)
+        pool.later(4000)
+        assert pool.acquire(lease)[3] == "1"
+        pool.release(lease, outcome)
+    assert circuit(pool) == "closed"
+
+
+# Failure rate
+
+
+def flaky(pool: Pool, *outcomes: str) -> None:
+    """One request after another, while the circuit is closed."""
+    for outcome in outcomes:
+        assert circuit(pool) == "closed"
+        end(pool, outcome)
+
+
+ALTERNATING = ["failed", "ok"] * 5
+
+
+def test_failures_that_never_come_in_a_row_open_by_their_rate(pool: Pool) -> None:
+    flaky(pool, *ALTERNATING)  # seen = (1 - 0.95^10) / 0.05 = 8.03: enough, but the last was good
+    end(pool, "failed")
+    record = pool.record("a")
+    assert (record["circuit"], record["cause"], record["streak"]) == ("open", "rate", "1")
+    assert float(record["seen"]) == pytest.approx((1 - 0.95**11) / 0.05, abs=1e-3)
+    bad = sum(0.95 ** (10 - i) for i in range(0, 11, 2))
+    assert float(record["bad"]) == pytest.approx(bad, abs=1e-3)
+    assert pool.due("a") == T0 + 2000
+
+
+def test_a_streak_opens_for_its_own_cause(pool: Pool) -> None:
+    opened(pool)
+    assert pool.record("a")["cause"] == "streak"
+
+
+@pytest.mark.parametrize(("least", "opens_at"), [(1, 1), (3, 5), (8, 11), (15, 29)])
+def test_the_rate_counts_from_the_least_number_of_outcomes_on(
+    valkey: redis.Redis, least: int, opens_at: int
+) -> None:
+    pool = Pool(valkey, Tuning(min_samples=least))
+    pool.register("a")
+    outcomes = 0
+    while pool.record("a")["circuit"] == "closed":
+        end(pool, "ok" if outcomes % 2 else "failed")
+        outcomes += 1
+    assert outcomes == opens_at
+
+
+@pytest.mark.parametrize(
+    ("rate", "every", "opens"), [(0.25, 4, True), (0.25, 6, False), (0.5, 2, True), (0.5, 3, False)]
+)
+def test_the_circuit_opens_above_the_rate_and_not_below(
+    valkey: redis.Redis, rate: float, every: int, *, opens: bool
+) -> None:
+    pool = Pool(valkey, Tuning(failure_rate=rate))
+    pool.register("a")
+    for i in range(100):
+        if circuit(pool) == "closed":
+            end(pool, "ok" if i % every else "failed")
+    assert circuit(pool) == ("open" if opens else "closed")
+
+
+def test_a_rate_of_one_leaves_only_the_streak(valkey: redis.Redis) -> None:
+    pool = Pool(valkey, Tuning(failure_rate=1, threshold=25))
+    pool.register("a")
+    flaky(pool, *["failed"] * 24)
+    end(pool, "failed")
+    assert (circuit(pool), pool.record("a")["cause"]) == ("open", "streak")
+
+
+def test_a_good_node_counts_nothing_and_a_failure_is_forgotten_after_59_good_answers(
+    pool: Pool,
+) -> None:
+    end(pool, *["ok"] * 30)
+    assert (pool.record("a")["bad"], pool.record("a").get("seen", "0")) == ("0.0000", "0")
+    end(pool, "failed", *["ok"] * 58)
+    assert float(pool.record("a")["bad"]) > 0
+    end(pool, "ok")
+    assert (pool.record("a")["bad"], pool.record("a")["seen"]) == ("0.0000", "0.0000")
+
+
+@pytest.mark.parametrize("neutral", ["rejected", "abandoned", "saturated"])
+def test_endings_that_say_nothing_of_the_node_do_not_water_the_rate(
+    pool: Pool, neutral: str
+) -> None:
+    for outcome in ALTERNATING:
+        end(pool, outcome, *[neutral] * 3)
+    assert circuit(pool) == "closed"
+    end(pool, "failed")
+    assert circuit(pool) == "open"
+
+
+def tried_after(pool: Pool, outcome: str) -> None:
+    """Wait until the trial is due and let it end so."""
+    due = pool.due("a")
+    assert due is not None
+    pool.now = int(due)
+    assert pool.acquire("trial")[3] == "1"
+    pool.release("trial", outcome)
+
+
+def test_after_a_rate_the_next_failure_opens_again_for_longer(pool: Pool) -> None:
+    flaky(pool, *ALTERNATING)
+    for seconds in (2, 4, 8, 16, 32, 60, 60):
+        end(pool, "failed")
+        assert (circuit(pool), pool.record("a")["cause"]) == ("open", "rate")
+        assert isinstance(pool.now, int)
+        assert pool.due("a") == pool.now + seconds * 1000
+        tried_after(pool, "ok")
+        assert circuit(pool) == "closed"
+
+
+def test_a_trial_that_fails_keeps_the_cause_and_doubles(pool: Pool) -> None:
+    flaky(pool, *ALTERNATING, "failed")
+    tried_after(pool, "failed")
+    assert isinstance(pool.now, int)
+    assert (pool.record("a")["cause"], pool.due("a")) == ("rate", pool.now + 4000)
+
+
+def test_after_a_streak_a_good_trial_starts_anew(pool: Pool) -> None:
+    opened(pool)
+    tried_after(pool, "failed")
+    tried_after(pool, "ok")
+    record = pool.record("a")
+    assert [float(record[name]) for name in ("bad", "seen", "opens", "streak")] == [0] * 4
+    end(pool, "failed", "failed")
+    assert circuit(pool) == "closed"
+
+
+def test_the_back_off_starts_anew_once_the_failures_have_faded(pool: Pool) -> None:
+    flaky(pool, *ALTERNATING, "failed")
+    tried_after(pool, "ok")
+    end(pool, *["ok"] * 90)
+    assert (pool.record("a")["opens"], pool.record("a")["bad"]) == ("0", "0.0000")
+    flaky(pool, *ALTERNATING)
+    end(pool, "failed")
+    assert isinstance(pool.now, int)
+    assert pool.due("a") == pool.now + 2000
+
+
+# Flaky nodes among good ones
+
+
+def share_of(
+    pool: Pool, luck: random.Random, requests: int, failing: dict[str, float], step_ms: int = 20
+) -> list[tuple[str, bool]]:
+    """Requests one after another: who got each, and whether any circuit was open then."""
+    got = []
+    for _ in range(requests):
+        pool.later(step_ms)
+        node = pool.acquired("x", chance=luck.random())
+        bad = luck.random() < failing.get(node, 0)
+        pool.release("x", "failed" if bad else "ok", chance=luck.random())
+        got.append((node, pool.record("a")["circuit"] != "closed" if bad else False))
+    return got
+
+
+@pytest.mark.parametrize("step_ms", [5, 40])
+def test_a_node_that_fails_three_in_ten_keeps_less_than_a_twentieth_and_returns_when_well(
+    valkey: redis.Redis, step_ms: int
+) -> None:
+    pool, luck = Pool(valkey), random.Random(7)
+    for node in "abc":
+        pool.register(node)
+    got = share_of(pool, luck, 3000, {"a": 0.3}, step_ms)
+    first = next(i for i, (_, opened_now) in enumerate(got) if opened_now)
+    assert first < 300
+    after = [node for node, _ in got[first + 1 :]]
+    assert 0 < after.count("a") < 0.05 * len(after)
+    # Well again: after its open time, a minute at most, one good answer, and it has its share.
+    pool.later(72_000)
+    got = share_of(pool, luck, 450, {}, step_ms)
+    assert 100 <= [node for node, _ in got].count("a") <= 200
+    assert pool.record("a")["opens"] == "0"
+
+
+def test_a_node_that_fails_three_in_a_hundred_stays_closed(valkey: redis.Redis) -> None:
+    pool, luck = Pool(valkey), random.Random(3)
+    for node in "abc":
+        pool.register(node)
+    got = share_of(pool, luck, 1500, {"a": 0.03})
+    assert not any(opened_now for _, opened_now in got)
+    assert pool.record("a").get("opens", "0") == "0"
+    assert 400 <= [node for node, _ in got].count("a") <= 600
+
+
+def outcomes_until_open(failing: float, luck: random.Random, most: int) -> int | None:
+    """On the oracle, which the traces hold to the scripts: fast enough for many seeds."""
+    oracle = Oracle(Tuning())
+    oracle.register("a", ("m",), {"weight": "1", "capacity": "8"}, now=T0)
+    ending = {"cool_ms": 0, "chance": 0.0, "tokens": 0, "decode_us": 0, "now": T0}
+    for i in range(most):
+        oracle.leases["r"] = {"x": Lease("a", T0, T0, 1)}
+        outcome = "failed" if luck.random() < failing else "ok"
+        oracle.release("x", "r", outcome=outcome, **ending)  # type: ignore[arg-type]
+        if oracle.nodes["a"].circuit == "open":
+            return i + 1
+    return None
+
+
+def test_over_many_seeds_flaky_nodes_open_soon_and_nearly_sound_ones_hardly_ever() -> None:
+    luck = random.Random(11)
+    flaky_ones = [outcomes_until_open(0.3, luck, 1000) for _ in range(200)]
+    assert None not in flaky_ones
+    assert sorted(flaky_ones)[100] <= 20  # type: ignore[type-var,operator]
+    nearly_sound = [outcomes_until_open(0.03, luck, 100) for _ in range(400)]
+    assert sum(at is not None for at in nearly_sound) <= 0.03 * 400

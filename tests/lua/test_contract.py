@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PER_REQUEST = ("acquire", "move", "first_token", "release")
-CONSTANTS = constants(*Tuning().sections())
+CONSTANTS = constants(Tuning().settings())
 PARAMETER = re.compile(r"^-- (KEYS|ARGV)\[(\d+)(\.\.\.)?\]\s+(\w+)", re.MULTILINE)
 
 
@@ -61,6 +61,8 @@ def used(verb: str, kind: str) -> set[int]:
         body += code((lua_dir() / "_grant.lua").read_text())
     body += code((lua_dir() / "_node.lua").read_text())
     indices = {int(i) for i in re.findall(rf"{kind}\[(\d+)\]", body)}
+    if kind == "KEYS" and "read(ARGV[3])" in body:  # which builds the key of the record
+        indices.add(Header.of(verb).keys.index("node") + 1)
     if kind == "ARGV":
         indices |= {int(i) for i in re.findall(r"(?:tried_from|known_outcome)\((\d+)\)", body)}
         indices |= {int(i) for i in re.findall(r"for i = (\d+), #ARGV", body)}
@@ -74,6 +76,7 @@ class FakeLink:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, ...]] = []
+        self.on_connect: list[Any] = []
         self.reply: Any = None
 
     def call(self, *args: Any) -> asyncio.Future[Any]:
@@ -84,11 +87,15 @@ class FakeLink:
         return answer
 
 
-NODE = Node("node-1", "http://n", weight=2.5, capacity=7, models=("m {x}", "n"), engine="vllm")
+NODE = Node(
+    "node-1", "http://n", weight=2.5, capacity=7, models=("m {x}", "n"), engine="vllm", epoch=77
+)
 WORDS: dict[str, Any] = {  # what each name in a header stands for in the calls below
     "now": T0, "prefix": "ns:{pool}:", "lease": "lease-2", "replica": "replica-1", "ttl": 9000,
     "size": 33, "chance": 0.25, "old": "lease-1", "outcome": "saturated", "cool": 700, "tokens": 5,
     "decode": 6000, "limit": 50, "ttft": 81_000, "id": "node-1", "models": "m {x}\nn",
+    "health": "new", "epoch": 77, "verdict": "waiting", "value": 4000, "valid": 3000,
+    "interval": 5000,
 }  # fmt: skip
 REST = {"acquire": ["a", "b"], "move": ["a", "b"], "reassert": ["x", "a 1 2 3"]}
 
@@ -114,8 +121,13 @@ async def sent(verb: str, pool: str = "pool") -> tuple[list[str], list[Any]]:
         "reassert": (1, lambda: scripts.reassert(
             [("x", "a 1 2 3")], replica="replica-1", ttl_ms=9000)),
         "reap": ([0, "", 0], lambda: scripts.reap(limit=50)),
-        "register": (["same", "1"], lambda: scripts.register(NODE, state="draining")),
+        "register": (["same", "1"], lambda: scripts.register(
+            NODE, state="draining", health="new")),
         "unregister": (0, lambda: scripts.unregister("node-1")),
+        "observe": (["ok", "ok"], lambda: scripts.observe(
+            NODE, "waiting", waiting_ms=4000, valid_ms=3000)),
+        "claim": (["node-1"], lambda: scripts.claim(interval_ms=5000, limit=50)),
+        "sweep": ([1, 0], lambda: scripts.sweep(interval_ms=5000, limit=50)),
     }  # fmt: skip
     link.reply, call = calls[verb]
     await call()
@@ -156,7 +168,7 @@ async def test_the_wrapper_sends_what_the_header_names_in_its_order(verb: str) -
     right = {
         "score": named.score("m {x}"), "due": named.due("m {x}"), "nodes": named.nodes,
         "leases": named.leases("replica-1"), "replicas": named.replicas,
-        "node": named.node("node-1"),
+        "node": named.node("node-1"), "probes": named.probes, "sweeps": named.sweeps,
     }  # fmt: skip
     assert keys == [right[name] for name in header.keys]
     fixed = header.args[:-1] if header.rest else header.args
@@ -183,9 +195,39 @@ async def test_all_keys_of_a_call_live_in_the_slot_of_the_pool(verb: str, pool: 
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_script_walks_over_all_there_is(verb: str) -> None:
     called = set(re.findall(r"redis\.call\('(\w+)'", code(text(verb, CONSTANTS))))
-    assert not called & {"KEYS", "SCAN", "SMEMBERS", "HGETALL", "HKEYS", "HVALS", "SORT", "EVAL"}
+    assert not called & {"KEYS", "SCAN", "SMEMBERS", "HKEYS", "HVALS", "SORT", "EVAL"}
     if verb in PER_REQUEST:
         assert not called & {"LRANGE", "HSCAN", "SSCAN", "ZSCAN", "ZUNION", "HLEN"}
+
+
+def test_the_one_hash_that_is_read_whole_is_the_record_of_one_node() -> None:
+    sources = {path.stem: code(path.read_text()) for path in lua_dir().glob("*.lua")}
+    assert [name for name, source in sources.items() if "HGETALL" in source] == ["_node"]
+    read = sources["_node"].partition("local function read(id)")[2].partition("\nend\n")[0]
+    assert sources["_node"].count("HGETALL") == read.count("redis.call('HGETALL', key)") == 1
+    assert "local key = prefix .. 'node:' .. id\n" in read
+
+
+def test_every_setting_of_the_score_the_circuit_and_health_reaches_the_scripts() -> None:
+    names, _, values = CONSTANTS.removeprefix("local ").strip().partition(" = ")
+    found = dict(zip(names.split(", "), values.split(", "), strict=True))
+    tuned = Tuning(
+        alpha=0.7, baseline_ms=51, prior_ms=101, floor_ms=11, window=52, max_age_ms=301_000,
+        idle_after_ms=12_500, slow_start_ms=2500, unhealthy_after=4, threshold=5,
+        failure_rate=0.4, min_samples=9, open_ms=2500, open_max_ms=61_500, trial_ms=99_000,
+    )  # fmt: skip
+    changed = constants(tuned.settings()).partition(" = ")[2].strip().split(", ")
+    assert dict(zip(found, changed, strict=True)) == {
+        "POLICY": "'ttft'", "BY_LOAD": "true", "TWO_CHOICES": "false", "ALPHA": "0.7",
+        "BASELINE_MS": "51.0", "PRIOR_MS": "101.0", "FLOOR_MS": "11.0", "WINDOW": "52",
+        "SAMPLE_MAX_AGE_MS": "301000", "IDLE_AFTER_MS": "12500", "SLOW_START_MS": "2500",
+        "UNHEALTHY_AFTER": "4", "FAILURE_RATE": "0.4", "MIN_SAMPLES": "9",
+        "FAILURE_THRESHOLD": "5", "OPEN_MS": "2500", "OPEN_MAX_MS": "61500", "TRIAL_MS": "99000",
+    }  # fmt: skip
+    for name in set(found) - {"POLICY", "BY_LOAD", "TWO_CHOICES"}:
+        used_in = [path.stem for path in lua_dir().glob("*.lua")
+                   if re.search(rf"\b{name}\b", code(path.read_text()))]  # fmt: skip
+        assert used_in, f"{name} is written and never read"
 
 
 # Idempotence
@@ -215,6 +257,14 @@ REPEATED: dict[str, Callable[[Pool], Any]] = {
     "renew": lambda pool: pool.renew(),
     "reassert": lambda pool: pool.reassert([("lost", f"b {T0} {T0} 9")], "r2"),
     "register": lambda pool: pool.register("a", ["n"], weight=3),
+    "register of a new node": lambda pool: pool.register("z", health="new"),
+    "observe ready": lambda pool: pool.observe("a", "ready"),
+    "observe loading": lambda pool: pool.observe("a", "loading"),
+    "observe alive": lambda pool: pool.observe("a", "alive"),
+    "observe waiting": lambda pool: pool.observe("a", "waiting", waiting_ms=9, valid_ms=9),
+    "observe of nothing": lambda pool: pool.observe("never", "miss", epoch="1"),
+    "claim": lambda pool: pool.claim(),
+    "sweep": lambda pool: pool.sweep(),
     "unregister while it runs": lambda pool: pool.unregister("a"),
     "unregister": lambda pool: pool.unregister("b"),
 }
@@ -277,6 +327,16 @@ MALFORMED: dict[str, Callable[[Pool], Any]] = {
     "record": lambda pool: pool.reassert([("x", f"a {T0} {T0} 1"), ("y", "a 1")], "r2"),
     "reassert's ttl": lambda pool: pool.reassert([], "r2", ttl_ms=-1),
     "limit": lambda pool: pool.reap(limit=-1),
+    "health": lambda pool: pool.register("z", health="down"),
+    "epoch": lambda pool: pool.observe("a", "ready", epoch="soon"),
+    "verdict": lambda pool: pool.observe("a", "fine"),
+    "verdict of two words": lambda pool: pool.observe("a", "ready miss"),
+    "wait": lambda pool: pool.observe("a", "waiting", valid_ms=3000),
+    "wait's end": lambda pool: pool.observe("a", "waiting", waiting_ms=9, valid_ms=-1),
+    "claim's interval": lambda pool: pool.claim(interval_ms=-1),
+    "claim's limit": lambda pool: pool.claim(limit=-1),
+    "sweep's interval": lambda pool: pool.sweep(interval_ms="x"),  # type: ignore[arg-type]
+    "sweep's limit": lambda pool: pool.sweep(limit=-1),
     "id": lambda pool: pool.register("a node"),
     "field without value": lambda pool: pool.run(
         "register", (pool.keys.nodes, pool.keys.node("z")), "z", "m", "url"),
@@ -415,6 +475,9 @@ def test_every_verb_runs_on_a_cluster_without_a_key_of_another_slot(cluster: red
     pool.release("y", "saturated", cool_ms=5)
     pool.later(2000)
     assert pool.acquire("z", "n")[3] == "1"
+    assert sorted(pool.claim()) == ["a", "b", "c"]
+    assert tuple(pool.observe("b", "loading")) == ("ok", "loading")
+    assert pool.sweep() == (3, 0)
     assert pool.renew("r1", ttl_ms=0) == (1, 1)
     assert pool.reap() == (1, "r1", 0)
     assert pool.reassert([("x", record)]) == 1

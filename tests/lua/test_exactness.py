@@ -147,7 +147,7 @@ def test_an_old_sample_leaves_when_the_next_one_comes(valkey: redis.Redis) -> No
 
 
 def test_a_window_of_nothing_but_old_samples_counts_as_empty(valkey: redis.Redis) -> None:
-    pool = Pool(valkey, Tuning(max_age_ms=60_000))
+    pool = Pool(valkey, Tuning(max_age_ms=60_000, idle_after_ms=60_000))
     pool.register("a")
     sampled(pool, 1_000_000, 2_000_000)
     assert pool.score("a") == pytest.approx(50 / 1500)

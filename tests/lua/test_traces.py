@@ -53,7 +53,12 @@ def tunings(policy: Policy) -> st.SearchStrategy[Tuning]:
         alpha=st.sampled_from((0.0, 0.3, 0.5, 1.0)),
         window=st.sampled_from((1, 2, 3, 50)),
         max_age_ms=st.sampled_from((20_000, 300_000)),
-        threshold=st.sampled_from((1, 1, 2, 3)),
+        idle_after_ms=st.sampled_from((500, 10_000)),
+        slow_start_ms=st.sampled_from((0, 0, 5000)),
+        unhealthy_after=st.sampled_from((1, 2, 3)),
+        threshold=st.sampled_from((1, 1, 2, 3, 50)),
+        failure_rate=st.sampled_from((0.25, 0.5)),
+        min_samples=st.sampled_from((1, 3, 8)),
     )
 
 
@@ -114,7 +119,7 @@ class Traces(RuleBasedStateMachine):
 
     # Steps
 
-    @rule(ms=st.sampled_from((1, 30, 400, 2400, 2400, 7000, 21_000, 130_000)))
+    @rule(ms=st.sampled_from((1, 30, 400, 2400, 2400, 7000, 10_001, 21_000, 130_000)))
     def wait(self, ms: int) -> None:
         """Time passes."""
         self.pool.later(ms)
@@ -125,18 +130,26 @@ class Traces(RuleBasedStateMachine):
         weight=st.sampled_from((0.1, 1.0, 10.0)),
         capacity=st.sampled_from((1, 2, 3, 64)),
         state=st.sampled_from((None, None, None, "active", "draining", "disabled")),
+        health=st.sampled_from(("ok", "ok", "new")),
     )
     def register(
-        self, node: str, models: list[str], weight: float, capacity: int, state: str | None
+        self,
+        node: str,
+        models: list[str],
+        weight: float,
+        capacity: int,
+        state: str | None,
+        health: str = "ok",
     ) -> None:
         """A node comes, or the operator changes it."""
         fields: dict[str, Any] = {"weight": weight, "capacity": capacity}
         if state is not None:
             fields["state"] = state
-        said = self.pool.register(node, models, **fields)
+        said = self.pool.register(node, models, health=health, **fields)
         fields["url"] = f"http://{node}"
         texts = {name: str(value) for name, value in fields.items()}
-        assert tuple(said) == self.oracle.register(node, tuple(models), texts, now=self.now)
+        right = self.oracle.register(node, tuple(models), texts, now=self.now, health=health)
+        assert tuple(said) == right
         self.check()
 
     @rule(node=st.sampled_from(NODES))
@@ -283,6 +296,45 @@ class Traces(RuleBasedStateMachine):
         assert back == self.oracle.reassert(replica, pairs, ttl_ms=TTL_MS, now=self.now)
         self.check()
 
+    @rule(
+        node=st.sampled_from(NODES),
+        verdicts=st.sampled_from((
+            ["ready"], ["ready"], ["loading"], ["miss"], ["miss"] * 3, ["alive"], ["waiting"],
+            ["miss", "alive", "miss"],
+        )),
+        late=st.integers(0, 5),
+        waiting_ms=st.sampled_from((0, 2000, 90_000)),
+        valid_ms=st.sampled_from((0, 3000)),
+    )  # fmt: skip
+    def observe(
+        self, node: str, verdicts: list[str], late: int, waiting_ms: int, valid_ms: int
+    ) -> None:
+        """Probes and replicas see something of a node, or, too late, of its former life."""
+        known = self.oracle.nodes.get(node)
+        epoch = str(known.epoch - (late == 0)) if known else "1"
+        for verdict in verdicts:
+            seen = self.pool.observe(
+                node, verdict, epoch=epoch, waiting_ms=waiting_ms, valid_ms=valid_ms
+            )
+            assert tuple(seen) == self.oracle.observe(
+                node, epoch, verdict, waiting_ms=waiting_ms, valid_ms=valid_ms, now=self.now
+            )
+        self.check()
+
+    @rule(interval_ms=st.sampled_from((1, 5000)), limit=st.sampled_from((1, 2, 50)))
+    def claim(self, interval_ms: int, limit: int) -> None:
+        """A replica asks which nodes it is to probe."""
+        right = self.oracle.claim(interval_ms=interval_ms, limit=limit, now=self.now)
+        assert self.pool.claim(interval_ms, limit) == right
+        self.check()
+
+    @rule(interval_ms=st.sampled_from((1, 2000)), limit=st.sampled_from((1, 50, 50)))
+    def sweep(self, interval_ms: int, limit: int) -> None:
+        """Scores are brought up to date."""
+        right = self.oracle.sweep(interval_ms=interval_ms, limit=limit, now=self.now)
+        assert tuple(self.pool.sweep(interval_ms, limit)) == right
+        self.check()
+
     # What must hold after every step
 
     def check(self) -> None:
@@ -304,8 +356,8 @@ def assert_invariants(pool: Pool, state: dict[str, Any], oracle: Oracle) -> None
         if name.startswith(keys.active("")):
             node_id = name.removeprefix(keys.active(""))
             assert int(value) == sum(lease.node == node_id for lease in held), name
-    for node_id in {lease.node for lease in held}:
-        assert keys.active(node_id) in state, f"leases name {node_id}, nothing counts them"
+    for node_id in {lease.node for lease in held} | state.get(keys.nodes, set()):
+        assert keys.active(node_id) in state, f"nothing counts the leases of {node_id}"
     for node_id in state.get(keys.nodes, ()):
         record = state[keys.node(node_id)]
         window = state.get(keys.ttft(node_id), [])
@@ -331,10 +383,17 @@ def published(
         return 0.0
     k = float(record["weight"])
     if tuning.policy == "ttft":
-        t = tuning.prior_ms
-        if window and at_ms - int(window[0].split(":")[2]) <= tuning.max_age_ms:
+        t, age = tuning.prior_ms, at_ms - int(record.get("last_sample_ms", 0))
+        if window and age <= tuning.max_age_ms:
             t = sum(int(sample.split(":")[0]) for sample in window) / len(window) / 1000
-            t = max(t, tuning.floor_ms)
+            idle = max(0, age - tuning.idle_after_ms) / tuning.idle_after_ms
+            best = int(record["best_us"]) / 1000
+            t = best + (t - best) / math.exp(idle)
+        if int(record.get("waiting_until_ms", 0)) > at_ms:
+            t = max(t, int(record["waiting_ms"]))
+        t = max(t, tuning.floor_ms)
+        if at_ms - int(record["since_ms"]) < tuning.slow_start_ms:
+            k *= max(0.1, (at_ms - int(record["since_ms"])) / tuning.slow_start_ms)
         return k / ((load + 1) * (tuning.alpha * t / tuning.baseline_ms + (1 - tuning.alpha)))
     ewma_ms = int(record.get("ewma_us", 0)) / 1000 or tuning.prior_ms
     return {
@@ -352,6 +411,8 @@ def assert_same(pool: Pool, state: dict[str, Any], oracle: Oracle) -> None:
     keys, nodes = pool.keys, oracle.nodes.values()
     listed = {node.id for node in nodes if not node.removed}
     right: dict[str, Any] = {keys.nodes: listed, keys.replicas: dict(oracle.replicas)}
+    right[keys.probes] = {n.id: n.probe_ms for n in nodes if not n.removed}
+    right[keys.sweeps] = {n.id: n.sweep_ms for n in nodes if not n.removed}
     if oracle.turn:
         right["lw:{default}:turn"] = str(oracle.turn)
     for replica, held in oracle.leases.items():
@@ -367,9 +428,7 @@ def assert_same(pool: Pool, state: dict[str, Any], oracle: Oracle) -> None:
     found = {name: numbers(value) if name.startswith(keys.node("")) else value
              for name, value in state.items()}  # fmt: skip
     for name, value in right.items():
-        if name.startswith(keys.active("")):
-            assert found.pop(name, "0") == value, name
-        elif value:
+        if value:
             assert_close(found.pop(name, None), value, name)
     assert not found, "keys that should not be there"
 
@@ -395,8 +454,15 @@ def record_of(node: Node) -> dict[str, Any]:
         **{name: number(value) for name, value in node.set_by_hand.items()},
         "models": "\n".join(node.models),
         "state": "removed" if node.removed else node.state,
-        "health": "ok",
+        "health": node.health,
+        "misses": node.misses,
+        "since_ms": node.since_ms,
+        "waiting_ms": node.waiting_ms,
+        "waiting_until_ms": node.waiting_until_ms,
         "circuit": node.circuit,
+        "cause": node.cause,
+        "bad": node.bad,
+        "seen": node.seen,
         "trial": node.trial,
         "streak": node.streak,
         "opens": node.opens,
@@ -404,7 +470,8 @@ def record_of(node: Node) -> dict[str, Any]:
         "cooling_until_ms": node.cooling_ms,
         "sum_us": sum(sample.ttft_us for sample in node.window),
         "samples": len(node.window),
-        "last_sample_ms": node.window[0].at_ms if node.window else 0,
+        "last_sample_ms": node.last_ms,
+        "best_us": node.best_us,
         "ewma_us": node.ewma_us,
         "picked": node.picked,
         "tpot_us": -1 if node.tpot_us is None else node.tpot_us,
@@ -414,12 +481,18 @@ def record_of(node: Node) -> dict[str, Any]:
 
 
 def numbers(record: dict[str, str]) -> dict[str, Any]:
-    """A stored record with its numbers as numbers and what may be absent."""
+    """A stored record with its numbers as numbers and what may be absent. A word that is not
+    there may also be written as 0."""
+    words = {name: "" for name in ("trial", "cause") if record.get(name, "0") == "0"}
     absent = {
-        "trial": "", "opens": 0, "tripped_at_ms": 0, "cooling_until_ms": 0, "sum_us": 0,
-        "samples": 0, "last_sample_ms": 0, "ewma_us": 0, "picked": 0, "tpot_us": -1,
+        "opens": 0, "tripped_at_ms": 0, "cooling_until_ms": 0, "sum_us": 0, "seen": 0,
+        "samples": 0, "last_sample_ms": 0, "best_us": 0, "ewma_us": 0, "picked": 0, "tpot_us": -1,
+        "misses": 0, "waiting_ms": 0, "waiting_until_ms": 0,
     }  # fmt: skip
-    return {**absent, **{name: number(value) for name, value in record.items()}}
+    found = {name: number(value) for name, value in record.items()}
+    if found.get("tpot_us") == "":  # a node that has not decoded yet
+        del found["tpot_us"]
+    return {**absent, **found, **words}
 
 
 def number(text: str) -> float | str:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 MODEL = "demo"
 CHAT = "/v1/chat/completions"
+# What a hand-written node answers to a probe, whatever the page.
+MODEL_LIST = (
+    b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 11\r\n\r\n{"data":[]}'
+)
 POOL = "lw:{default}:"
 ENDLESS = 1_000_000
 # Spares each HTTP client 100 ms of reading certificates that nobody needs here.
@@ -229,6 +233,7 @@ class Fleet:
             "nodes": nodes,
             "server": {"drain_s": 5},
             "timeouts": {"connect_s": 5},
+            "health": {"interval_s": 0.3},
             # What is asserted here is not how fast a busy test machine answers.
             "redis": {"call_timeout_ms": 2000},
             **sections,
@@ -269,6 +274,13 @@ class Fleet:
     def wait_settled(self, within_s: float = 5.0) -> None:
         """Wait until no lease is left and every counter is 0."""
         wait_until(self.settled, within_s=within_s, what="all leases given back")
+
+    async def nodes_well(self, *names: str) -> None:
+        """Wait until the nodes have been probed: those in the test's own loop answer only now."""
+        deadline = asyncio.get_running_loop().time() + 20
+        while any(self.redis.hget(f"{POOL}node:{name}", "health") != "ok" for name in names):
+            assert asyncio.get_running_loop().time() < deadline, "nodes are not well"
+            await asyncio.sleep(0.02)
 
     def __enter__(self) -> Self:
         self.valkey.start()

@@ -255,7 +255,7 @@ class RawNode:
         return Request(method, target, headers, body, peer.number, monotonic())
 
     async def _answer(self, request: Request, peer: Peer) -> None:
-        if request.method == "GET" and request.target in {"/v1/models", "/health"}:
+        if request.method == "GET" and request.target.endswith(("/v1/models", "/health")):
             self.probes += 1
             data = [{"id": model, "object": "model"} for model in self.models]
             body = {"object": "list", "data": data}

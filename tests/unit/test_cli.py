@@ -15,7 +15,7 @@ from app.admission.keys import hash_key
 from app.cluster.embedded import free_port
 from app.cluster.link import Link
 from app.cluster.scripts import Scripts, constants
-from app.config import Circuit, Scoring, Settings, Timeouts
+from app.config import Settings
 from app.model import Grant, Node
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ async def registered(valkey: redis.Redis, valkey_server: ValkeyServer) -> None:
                 link,
                 namespace="lw",
                 pool=pool,
-                constants=constants(Scoring(), Circuit(), Timeouts()),
+                constants=constants(Settings()),
             )
             for node in (A, B, C):
                 if node.pool == pool:

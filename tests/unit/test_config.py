@@ -98,7 +98,8 @@ def test_the_example_of_an_alias_is_one() -> None:
 
 
 def test_numbers_have_their_unit_in_the_name() -> None:
-    plain = {"port", "alpha", "window", "failure_threshold", "max_attempts", "weight", "capacity"}
+    plain = {"port", "alpha", "window", "failure_threshold", "max_attempts", "weight", "capacity",
+             "failure_rate", "min_samples", "unhealthy_after"}  # fmt: skip
     for section, field in Settings.model_fields.items():
         model = field.annotation
         if isinstance(model, type) and issubclass(model, BaseModel):
