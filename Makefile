@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test lint check bench fmt clean
+.PHONY: run test lint check bench chaos fmt clean
 
 run: $(STAMP)                ## embedded Valkey + 3 fake nodes + 3 replicas on loopback
 	$(BIN)/leaseway up
@@ -21,6 +21,9 @@ check: lint test             ## the gate, for people and CI alike
 
 bench: $(STAMP)              ## gateway CPU-µs per request beside nginx, interleaved
 	$(BIN)/leaseway bench gateway $(ARGS)
+
+chaos: $(STAMP)              ## faults at random under load; CHAOS_SECONDS (600), CHAOS_SEED (1)
+	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 fmt: $(STAMP)
 	$(BIN)/ruff format .
