@@ -68,6 +68,12 @@ class Answer:
         """Whether this is an event stream."""
         return isinstance(self.observed, EventStream)
 
+    @property
+    def complete(self) -> bool:
+        """Whether what has all been read is whole. A stream that only the close ends must say
+        itself that it is (``[DONE]`` or a finish): the close could be the node's death."""
+        return self.connection.sized or not self.streaming or self.observed.ended
+
 
 async def attempt(
     forward: Forward, node: Node, call: Call, target: bytes, headers: Headers

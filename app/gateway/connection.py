@@ -110,6 +110,11 @@ class NodeConnection(asyncio.Protocol):
         return self._complete
 
     @property
+    def sized(self) -> bool:
+        """Whether the answer says where it ends; otherwise its end is the connection's."""
+        return self._sized
+
+    @property
     def unread(self) -> bool:
         """Whether body bytes wait to be read."""
         return bool(self._parts)

@@ -12,12 +12,14 @@ SSE: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-e
 from __future__ import annotations
 
 import re
+from collections import deque
 from typing import Any
 
 import orjson
 
 _EVENT_BYTES = 64 * 1024
 _JSON_BYTES = 256 * 1024
+_RECENT_BYTES = 8 * 1024
 _BOM = b"\xef\xbb\xbf"
 _COUNTS = re.compile(rb'"(prompt_tokens|completion_tokens)"\s*:\s*(\d+)')
 
@@ -45,6 +47,9 @@ class Observed:
         """Output tokens."""
         return self.output_tokens or self._events
 
+    def conclude(self) -> None:
+        """Nothing more will come: take what is known as final."""
+
     def book_usage(self, usage: Any) -> None:
         """Take the node's own counts (OpenAI ``usage`` object)."""
         if isinstance(usage, dict):
@@ -55,12 +60,14 @@ class Observed:
 class EventStream(Observed):
     """Observer of ``text/event-stream``."""
 
-    __slots__ = ("_passing", "_tail", "committed")
+    __slots__ = ("_passing", "_recent", "_recent_bytes", "_tail", "committed")
 
     def __init__(self) -> None:
         super().__init__()
         self._tail = b""
         self._passing = False  # inside an event too large to hold
+        self._recent: deque[bytes] = deque()  # the last events, at least _RECENT_BYTES of them
+        self._recent_bytes = 0
         self.committed = False  # at least one whole event (or comment) has gone by
 
     def feed(self, chunk: bytes) -> bytes:
@@ -86,6 +93,7 @@ class EventStream(Observed):
         rest, self._tail = self._tail, b""
         if rest:
             self._look(rest)
+        self.conclude()
         return rest
 
     @property
@@ -94,19 +102,33 @@ class EventStream(Observed):
         return not self._passing
 
     def _look(self, ready: bytes) -> None:
-        """Read whole events. After the first token only those that may say something more."""
+        """Read whole events until the first token; count and remember the later ones."""
         if b"\r" in ready:
             ready = ready.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        if self.first_token and not _may_matter(ready):
-            self._events += _objects(ready)
+        while not self.first_token and ready:
+            event, _, ready = ready.partition(b"\n\n")
+            if self._event(event):
+                self.first_token = True
+                self._events += 1
+        if not ready:
             return
-        for event in ready.split(b"\n\n"):
-            if not self.first_token or _may_matter(event):
-                self._event(event)
-            else:
-                self._events += _objects(event)
+        # A search of every chunk for usage, finish, error and end costs as much as forwarding it,
+        # and they stand at the end of a stream: what may hold them is kept and read there.
+        self._events += _objects(ready)
+        self._recent.append(ready)
+        self._recent_bytes += len(ready)
+        while self._recent_bytes - len(self._recent[0]) >= _RECENT_BYTES:
+            self._recent_bytes -= len(self._recent.popleft())
 
-    def _event(self, event: bytes) -> None:
+    def conclude(self) -> None:
+        """The stream has ended, well or not: read what its last events say about it."""
+        for event in b"".join(self._recent).split(b"\n\n"):
+            if _may_matter(event) and not self._event(event):
+                self._events -= _objects(event)  # was counted, and carries no token
+        self._recent.clear()
+
+    def _event(self, event: bytes) -> bool:
+        """Take what one event says; whether it carries generated content."""
         data = b"\n".join(
             line.partition(b":")[2].strip()
             for line in event.removeprefix(_BOM).split(b"\n")
@@ -115,28 +137,26 @@ class EventStream(Observed):
         if data == b"[DONE]":
             self.ended = True
         if not data.startswith(b"{"):
-            return  # a comment, or not ours to judge: the bytes pass
+            return False  # a comment, or not ours to judge: the bytes pass
         try:
             fields = orjson.loads(data)
         except orjson.JSONDecodeError:
-            return
+            return False
         if fields.get("error"):
             self.error = _message(fields["error"])
         if fields.get("usage"):
             self.book_usage(fields["usage"])
-        for choice in fields.get("choices") or ():
-            if isinstance(choice, dict):
-                self._choice(choice)
+        choices = [c for c in fields.get("choices") or () if isinstance(c, dict)]
+        self.ended = self.ended or any(choice.get("finish_reason") for choice in choices)
+        return any(map(_generated, choices))
 
-    def _choice(self, choice: dict[str, Any]) -> None:
-        delta = choice.get("delta")
-        if choice.get("text") or (
-            isinstance(delta, dict) and any(v for k, v in delta.items() if k != "role")
-        ):
-            self.first_token = True
-            self._events += 1
-        if choice.get("finish_reason"):
-            self.ended = True
+
+def _generated(choice: dict[str, Any]) -> bool:
+    """Whether a choice carries content: text, or anything in its delta but the role."""
+    delta = choice.get("delta")
+    return bool(choice.get("text")) or (
+        isinstance(delta, dict) and any(v for k, v in delta.items() if k != "role")
+    )
 
 
 def _may_matter(events: bytes) -> bool:

@@ -175,11 +175,16 @@ class DataPlane:
                         lease.first_token()
                         connection.be_patient(self._stall_s)
                         self._metrics.first_token(lease.node.id, last_at - lease.started)
-                if connection.complete and not connection.unread:
-                    ready += observed.rest()
-                    break
+                at_end = connection.complete and not connection.unread
+                if at_end:
+                    rest = observed.rest()
+                    if answer.complete:
+                        ready += rest
+                        break
                 if ready:
                     await client.write(ready)
+                if at_end:
+                    raise Broken("truncated", "the node closed before the end of its stream")
                 ready = observed.feed(await connection.read())
                 lease.heard(monotonic())
         except Broken as exc:
@@ -231,6 +236,7 @@ class DataPlane:
         log.warning("node %s: %s (%s)", lease.node.id, broken, broken.kind)
         lease.end(Outcome.FAILED)
         observed = answer.observed
+        observed.conclude()
         self._metrics.request(call.model, answer.status)
         self._metrics.attempt(lease.node.id, Outcome.FAILED.value)
         self._metrics.book_tokens(call.model, observed.prompt_tokens, observed.tokens)

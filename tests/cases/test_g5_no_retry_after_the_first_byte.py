@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import state
-from tests.support.rawclient import RawClient, chat
+from tests.support.rawclient import RawClient, ask, chat
 from tests.support.rawnode import (
     ROLE_EVENT,
     STREAM_HEAD,
@@ -103,3 +103,20 @@ def test_a_reset_after_five_events_is_an_error_to_the_client_and_no_second_reque
     with RawClient(gw.port) as client:
         assert client.send(chat()).read_all() == b"".join(answer_of(5))
     assert sum(len(node.requests) for node in nodes) == 2
+
+
+def test_a_stream_that_only_the_close_ends_is_cut_unless_it_says_that_it_is_whole(
+    valkey: redis.Redis, gateway: StartGateway, raw_node: StartNode
+) -> None:
+    node = raw_node(sse_answer(answer_of(3)[:-2], chunked=False))  # no finish, no [DONE], then FIN
+    gw = gateway([node])
+    cut = ask(gw.port, chat())
+    assert cut.status == 200
+    assert b'"error"' in cut.body
+    assert b"[DONE]" not in cut.body
+    assert state.record(valkey, "b1")["streak"] == "1"
+    node.script = sse_answer(answer_of(3), chunked=False)
+    whole = ask(gw.port, chat())
+    assert b'"error"' not in whole.body
+    assert whole.body.endswith(b"data: [DONE]\n\n")
+    assert state.record(valkey, "b1")["streak"] == "0"
