@@ -86,7 +86,10 @@ class NodeConnection(asyncio.Protocol):
     async def head(self) -> None:
         """Wait for status and headers. Raises ``StaleConnection`` or ``Broken``."""
         while not self._head_done:
-            await self._wait()
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = self._loop.create_future()
+            await self._waiter
 
     async def read(self) -> bytes:
         """All body bytes that have come since the last read; b"" at the end.
@@ -96,7 +99,10 @@ class NodeConnection(asyncio.Protocol):
         while not self._parts:
             if self._complete:
                 return b""
-            await self._wait()
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = self._loop.create_future()
+            await self._waiter
         parts, self._parts, self._size = self._parts, [], 0
         if self._paused and self._transport is not None:
             self._paused = False
@@ -145,15 +151,6 @@ class NodeConnection(asyncio.Protocol):
     def usable(self) -> bool:
         """Whether a pooled connection is still open."""
         return self._transport is not None and not self._transport.is_closing()
-
-    async def _wait(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

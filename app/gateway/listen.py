@@ -1,8 +1,8 @@
 """The listening side: uvicorn's HTTP protocol with two things more.
 
-Given to uvicorn through its documented ``http=`` parameter. Writes of one turn of the loop
-become one write (head and body of a JSON answer are one packet), and a client that leaves is
-reported the moment its connection is lost, without a task that waits for it.
+Given to uvicorn through its documented ``http=`` parameter. Head and body of a short answer leave
+in one write, and a client that leaves is reported the moment its connection is lost, without a
+task that waits for it.
 """
 
 from __future__ import annotations
@@ -49,30 +49,33 @@ class ClientProtocol(HttpToolsProtocol):
 
 
 class _Corked:
-    """A transport whose writes leave together at the end of the present turn of the loop."""
+    """A transport that sends the head of an answer together with what follows in the same turn."""
 
-    __slots__ = ("_loop", "_parts", "_transport")
+    __slots__ = ("_head", "_loop", "_transport")
 
     def __init__(self, transport: asyncio.BaseTransport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._loop = loop
-        self._parts: list[bytes] = []
+        self._head = b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Keep ``data`` until the turn ends."""
-        if not self._parts:
+        """Send ``data``; a head waits for its first part until the turn of the loop ends."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1."):
+            self._head = data
             self._loop.call_soon(self._flush)
-        self._parts.append(data)
+            return
+        if not self._transport.is_closing():  # the client may have left within this turn
+            self._transport.write(data)
 
     def _flush(self) -> None:
-        if self._parts:
-            data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-            self._parts.clear()
-            if not self._transport.is_closing():  # the client may have left within this turn
-                self._transport.write(data)
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
 
     def close(self) -> None:
         """Close after what was written."""

@@ -20,6 +20,7 @@ import orjson
 _EVENT_BYTES = 64 * 1024
 _JSON_BYTES = 256 * 1024
 _RECENT_BYTES = 8 * 1024
+_LAST_EVENTS = 8  # finish of each choice, usage, [DONE], and the empty piece behind the last
 _BOM = b"\xef\xbb\xbf"
 _COUNTS = re.compile(rb'"(prompt_tokens|completion_tokens)"\s*:\s*(\d+)')
 
@@ -122,7 +123,7 @@ class EventStream(Observed):
 
     def conclude(self) -> None:
         """The stream has ended, well or not: read what its last events say about it."""
-        for event in b"".join(self._recent).split(b"\n\n"):
+        for event in b"".join(self._recent).rsplit(b"\n\n", _LAST_EVENTS)[-_LAST_EVENTS:]:
             if _may_matter(event) and not self._event(event):
                 self._events -= _objects(event)  # was counted, and carries no token
         self._recent.clear()
