@@ -353,7 +353,7 @@ class Lease:
     in order; ``attempts`` their number.
     """
 
-    __slots__ = ("_ask", "_ended", "_leases", "grant", "node", "started", "tried")
+    __slots__ = ("_ask", "_ended", "_leases", "grant", "heard_at", "node", "started", "tried")
 
     def __init__(self, leases: Leases, ask: Ask) -> None:
         self._leases = leases
@@ -362,7 +362,7 @@ class Lease:
         self.tried: list[str] = []
         self.grant: Grant
         self.node: Node
-        self.started = 0.0
+        self.started = self.heard_at = 0.0
 
     @property
     def attempts(self) -> int:
@@ -400,9 +400,9 @@ class Lease:
         self.started = monotonic()
         self.tried.append(self.node.id)
 
-    def heard(self, at: float) -> None:
-        """Bytes came from the node at monotonic time ``at``: it is alive."""
-        self._leases._pulse.heard[self.node.id] = at
+    def heard(self) -> None:
+        """Bytes came from the node: it is alive. Sets ``heard_at`` (monotonic)."""
+        self.heard_at = self._leases._pulse.heard[self.node.id] = monotonic()
 
     def first_token(self) -> None:
         """Record the TTFT of this attempt; call at the first generated content."""

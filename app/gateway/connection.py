@@ -15,6 +15,7 @@ import httptools
 
 if TYPE_CHECKING:
     from collections import deque
+    from collections.abc import Callable
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -64,6 +65,7 @@ class NodeConnection(asyncio.Protocol):
         self._keep_alive = False
         self._complete = False
         self._failure: Exception | None = None
+        self._sink: Callable[[bytes], bool] | None = None
 
     # The exchange, from the forward path's side
 
@@ -91,9 +93,11 @@ class NodeConnection(asyncio.Protocol):
             self._waiter = self._loop.create_future()
             await self._waiter
 
-    async def read(self) -> bytes:
+    async def read(self, sink: Callable[[bytes], bool] | None = None) -> bytes:
         """All body bytes that have come since the last read; b"" at the end.
 
+        While this waits, ``sink`` is handed what comes, in the turn of the loop that brings it,
+        and nobody is woken; with False it asks for a pause, and what comes next is returned.
         Raises ``Broken`` when the answer is cut, malformed or silent for too long.
         """
         while not self._parts:
@@ -101,8 +105,10 @@ class NodeConnection(asyncio.Protocol):
                 return b""
             if self._failure is not None:
                 raise self._failure
+            self._sink = sink  # only while nothing read before it waits to be sent
             self._waiter = self._loop.create_future()
             await self._waiter
+        self._sink = None
         parts, self._parts, self._size = self._parts, [], 0
         if self._paused and self._transport is not None:
             self._paused = False
@@ -205,6 +211,12 @@ class NodeConnection(asyncio.Protocol):
             self._fail(Broken("malformed", "the node switched protocols"))
             self.abort()
             return
+        if self._sink is not None and self._parts:
+            parts, self._parts, self._size = self._parts, [], 0
+            if not self._sink(parts[0] if len(parts) == 1 else b"".join(parts)):
+                self._sink = None
+            if not self._complete:
+                return
         if self._size > _READ_AHEAD_BYTES and not self._paused and not self._complete:
             self._paused = True
             assert self._transport is not None  # noqa: S101

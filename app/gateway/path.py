@@ -163,18 +163,22 @@ class DataPlane:
     ) -> None:
         """Send the answer as it comes; then end the lease with what was seen."""
         connection, observed = answer.connection, answer.observed
-        first_at = last_at = 0.0
+        first_at = 0.0
+
+        def pass_on(data: bytes) -> bool:
+            lease.heard()
+            return client.push(observed.feed(data))
+
         try:
             await client.start(answer.status, self._headers(lease, answer, request_id))
             ready = answer.ready
+            lease.heard()
             while True:
-                if observed.first_token:
-                    last_at = monotonic()
-                    if not first_at:
-                        first_at = last_at
-                        lease.first_token()
-                        connection.be_patient(self._stall_s)
-                        self._metrics.first_token(lease.node.id, last_at - lease.started)
+                if observed.first_token and not first_at:
+                    first_at = lease.heard_at
+                    lease.first_token()
+                    connection.be_patient(self._stall_s)
+                    self._metrics.first_token(lease.node.id, first_at - lease.started)
                 at_end = connection.complete and not connection.unread
                 if at_end:
                     rest = observed.rest()
@@ -185,12 +189,16 @@ class DataPlane:
                     await client.write(ready)
                 if at_end:
                     raise Broken("truncated", "the node closed before the end of its stream")
-                ready = observed.feed(await connection.read())
-                lease.heard(monotonic())
+                # After the first token nothing is left to decide about a stream: what comes goes to
+                # the client without waking this task, until the end or until the client is slow.
+                straight = pass_on if first_at and answer.streaming else None
+                ready = observed.feed(await connection.read(straight))
+                lease.heard()
         except Broken as exc:
             await self._break_off(client, lease, call, answer, exc)
             return
-        self._end(lease, call, answer, int((last_at - first_at) * 1e6))
+        decode_us = int((lease.heard_at - first_at) * 1e6) if first_at else 0
+        self._end(lease, call, answer, decode_us)
         await client.finish(ready)
 
     def _headers(self, lease: Lease, answer: Answer, request_id: bytes) -> Headers:

@@ -96,6 +96,16 @@ class Client:
         """Send a part of the body; waits while the client is slow."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
+    def push(self, data: bytes) -> bool:
+        """Send a part of a stream now, without waiting; False when the client is slow.
+
+        For answers that were started without a length: the part is framed here (RFC 9112, 7.1).
+        """
+        protocol = self._protocol
+        if data:
+            protocol.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not protocol.flow.write_paused
+
     async def finish(self, data: bytes = b"") -> None:
         """Send the last part; the answer is complete."""
         self.unwatch()  # or the server would report its own completion as a disconnect
