@@ -4,8 +4,8 @@ The cost of one step of continuous batching, in milliseconds, is
 
     step_base_ms + prefill_tokens / rate + decoding * decode_ms_per_seq + context * kv_ms_per_token
 
-The numbers are a model, nothing was measured on hardware. Sources: slots, KV sizes and the idle
-time to first token (TTFT) of a 512-token prompt are those of ROUTING.md section 3. `step_base_ms`
+The numbers are a model, nothing was measured on hardware. Given are slots, KV sizes and the idle
+time to first token (TTFT) of a 512-token prompt. `step_base_ms`
 and `kv_ms_per_token` are reading an 8B model's weights and its KV cache (128 KiB a token) once at
 the memory bandwidth of the machine; the prefill rate is what is then left of the idle TTFT.
 `decode_ms_per_seq` was solved for the saturated throughput of the bimodal mix (half: 200 tokens in,

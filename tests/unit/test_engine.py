@@ -71,7 +71,7 @@ def test_saturated_throughput_of_the_bimodal_mix(profile: Profile, per_s: float)
 
 
 def bimodal(chance: Random) -> tuple[int, int]:
-    """Prompt and answer length of ROUTING.md's mix: classification or generation."""
+    """Prompt and answer length of the bimodal mix: classification or generation."""
     if chance.random() < 0.5:
         return max(1, round(chance.gauss(200, 40))), chance.randint(1, 16)
     prompt = round(chance.lognormvariate(math.log(600), 0.8))
