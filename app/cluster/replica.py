@@ -102,7 +102,7 @@ class Replica:
         boot = secrets.token_hex(4)
         self.id = replica_id or f"replica-{boot}"
         self.reaped = 0
-        self.in_touch = False  # the last heartbeat's scripts ran
+        self.in_touch = False  # the last heartbeat's scripts ran, on the links that stand now
         self.leaving = False
         self._beat_s = settings.leases.ttl_s / 3
         # Often enough that a dead replica's leases are back within a second of their time, and
@@ -128,7 +128,7 @@ class Replica:
         except RedisAway as exc:
             log.warning("starting without Redis, on the configured nodes alone: %s", exc)
         for pool in self.pools.values():
-            pool.link.on_connect.append(self._now.set)
+            pool.link.on_connect.append(self._connected)
             pool.leases.on_lost = self._now.set
         self._tasks = [
             asyncio.create_task(self._beat_until_the_end(), name="heartbeat"),
@@ -179,6 +179,11 @@ class Replica:
             for pool in self.pools.values()
             for node_id in sorted(pool.registry.nodes)
         ]
+
+    def _connected(self) -> None:
+        # A link that came back may lead to a server that knows nothing of us: a heartbeat tells.
+        self.in_touch = False
+        self._now.set()
 
     async def _beat(self) -> None:
         done = False
