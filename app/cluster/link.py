@@ -35,7 +35,7 @@ Argument = str | bytes | int | float
 # Replies that say "not a usable primary": the address is resolved and dialled again.
 _ELSEWHERE = ("READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "ASK", "MISCONF")
 _BACKOFF_FIRST_S = 0.05
-_BACKOFF_MAX_S = 2.0
+_BACKOFF_MAX_S = 0.5  # two dials a second cost nothing; a second without shared state does
 _TIMEOUTS_TO_DROP = 3
 
 
