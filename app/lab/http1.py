@@ -88,11 +88,16 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def respond(
-        self, status: int, payload: object, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        payload: object,
+        headers: Mapping[str, str] | None = None,
+        *,
+        content_type: str = "text/plain; charset=utf-8",
     ) -> None:
-        """Send a whole answer: JSON, or text if `payload` is bytes."""
+        """Send a whole answer: JSON, or bytes as they are, which `content_type` describes."""
         if isinstance(payload, bytes):
-            kind, body = "text/plain; charset=utf-8", payload
+            kind, body = content_type, payload
         else:
             kind, body = "application/json", orjson.dumps(payload)
         length = {"Content-Length": str(len(body)), **(headers or {})}
@@ -248,6 +253,12 @@ _ERROR_TYPES: Final = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Build Anthropic's error shape, for the messages API."""
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_body(

@@ -1,4 +1,6 @@
 """The fake node: an OpenAI-compatible inference engine to test against, with faults on demand.
+It speaks the surface of vLLM and its like: chat, completions, responses, Anthropic messages,
+embeddings, rerank, score, audio, images, tokenize.
 
     python -m app.lab.node --profile a100 --port 9101 --model demo
 
@@ -20,12 +22,12 @@ from typing import TYPE_CHECKING, Final
 import orjson
 import uvloop
 
-from app.lab.answers import EventTemplates
 from app.lab.calls import CALL_KINDS, BadCall, Call, parse_call
 from app.lab.driver import Driver
 from app.lab.engine import Engine, PromptTooLong
+from app.lab.events import EVENTS
 from app.lab.faults import MID_ANSWER, Fault, parse_fault
-from app.lab.http1 import Connection, Request, error_body
+from app.lab.http1 import Connection, Request, anthropic_error, error_body
 from app.lab.ledger import Ledger
 from app.lab.pages import LOADING, serve_control, serve_page, sick_health
 from app.lab.profiles import A100, PROFILES, Profile
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Arguments
 
 BACKLOG: Final = 2048
+_ID_PREFIXES: Final = {"chat": "chatcmpl-", "messages": "msg_", "responses": "resp_"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +131,10 @@ class FakeNode:
         if self._fails(request, connection):
             return
         if path.startswith("/v1/") and not self._knows(request):
-            connection.respond(401, error_body(401, "invalid API key", code="invalid_api_key"))
+            payload = error_body(401, "invalid API key", code="invalid_api_key")
+            if path == "/v1/messages":
+                payload = anthropic_error(401, "invalid x-api-key")
+            connection.respond(401, payload)
         elif path in CALL_KINDS:
             if request.method == "POST":
                 self._call(request, connection)
@@ -178,9 +184,12 @@ class FakeNode:
                 request.body,
                 seed=self.config.seed,
                 models=self.config.models,
+                content_type=request.headers.get("content-type", ""),
             )
         except BadCall as bad:
             payload = error_body(bad.status, bad.message, bad.param, bad.code)
+            if CALL_KINDS[request.path] == "messages":
+                payload = anthropic_error(bad.status, bad.message)
             Reply(connection, self.stats).reject(bad.status, payload)
         else:
             self._answer(request, connection, call)
@@ -190,13 +199,12 @@ class FakeNode:
         if fault is not None and not self._strikes(fault, request.method, request.path):
             fault = None
         self._answers += 1
-        prefix = "chatcmpl" if call.kind == "chat" else "cmpl"
-        answer_id = f"{prefix}-{self.config.name}-{self._answers}"
+        answer_id = f"{_ID_PREFIXES.get(call.kind, 'cmpl-')}{self.config.name}-{self._answers}"
         common = (connection, self.stats, self._driver, fault)
         if not call.stream:
             self._begin(WholeReply(*common, call=call, answer_id=answer_id), call)
             return
-        events = EventTemplates(call, answer_id, chunked=request.http_1_1)
+        events = EVENTS[call.kind](call, answer_id, chunked=request.http_1_1)
         reply = StreamReply(*common, events, early_role=self.config.early_role)
         if self._begin(reply, call):
             reply.open(chunked=request.http_1_1)
@@ -205,15 +213,19 @@ class FakeNode:
         try:
             reply.begin(call)
         except PromptTooLong as error:
-            reply.reject(400, error_body(400, str(error), code="context_length_exceeded"))
+            payload = error_body(400, str(error), code="context_length_exceeded")
+            if call.kind == "messages":
+                payload = anthropic_error(400, str(error))
+            reply.reject(400, payload)
             return False
         return True
 
     def _knows(self, request: Request) -> bool:
         if self.config.api_key is None:
             return True
-        expected = f"Bearer {self.config.api_key}".encode()
-        return hmac.compare_digest(request.headers.get("authorization", "").encode(), expected)
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = given or request.headers.get("x-api-key", "")
+        return hmac.compare_digest(given.encode(), self.config.api_key.encode())
 
 
 async def serve_node(config: NodeConfig) -> FakeNode:

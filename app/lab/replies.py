@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from app.lab.answers import EventTemplates, embedding_answer, whole_answer
+from app.lab.answers import whole_answer
 from app.lab.engine import State
 from app.lab.ledger import End, Ledger
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from app.lab.calls import Call
     from app.lab.driver import Driver
     from app.lab.engine import Sequence
+    from app.lab.events import Events
     from app.lab.faults import Fault
     from app.lab.http1 import Connection
 
@@ -151,28 +152,28 @@ class WholeReply(ModelReply):
 
     def token(self, sequence: Sequence) -> None:
         """Count; answer at the last one."""
-        if self._call.kind != "embedding":
+        if self._call.decodes:
             self._ledger.completion_tokens += 1
         done = sequence.state is State.FINISHED
         fault = self._fault
         if fault is not None and (done or sequence.emitted >= fault.after_tokens):
-            body = orjson.dumps(self._body(sequence.emitted))
+            kind, body = self._answer(sequence.emitted)
+            error = orjson.dumps(CUDA_ERROR)
             self._break(
                 fault,
-                self._head(200, body) + body[: len(body) // 2],
-                self._head(500, orjson.dumps(CUDA_ERROR)) + orjson.dumps(CUDA_ERROR),
+                self._head(200, kind, body) + body[: len(body) // 2],
+                self._head(500, "application/json", error) + error,
             )
         elif done:
             self._end(End.COMPLETED)
-            self._connection.respond(200, self._body(sequence.emitted))
+            kind, body = self._answer(sequence.emitted)
+            self._connection.respond(200, body, content_type=kind)
 
-    def _body(self, tokens: int) -> dict[str, Any]:
-        if self._call.kind == "embedding":
-            return embedding_answer(self._call)
+    def _answer(self, tokens: int) -> tuple[str, bytes]:
         return whole_answer(self._call, self._answer_id, tokens)
 
-    def _head(self, status: int, body: bytes) -> bytes:
-        return self._connection.head(status, "application/json", {"Content-Length": str(len(body))})
+    def _head(self, status: int, kind: str, body: bytes) -> bytes:
+        return self._connection.head(status, kind, {"Content-Length": str(len(body))})
 
 
 class StreamReply(ModelReply):
@@ -188,7 +189,7 @@ class StreamReply(ModelReply):
         ledger: Ledger,
         driver: Driver,
         fault: Fault | None,
-        events: EventTemplates,
+        events: Events,
         *,
         early_role: bool,
     ) -> None:
@@ -231,10 +232,9 @@ class StreamReply(ModelReply):
         until = self._due if self._cut is None else min(self._due, self._cut)
         while self._sent < until and not connection.paused:
             stop = min(until, self._sent + BURST)
-            data = self._events.tokens(self._sent, stop)
+            data = b"" if self._opened else self._opening()
+            data += self._events.tokens(self._sent, stop)
             self._sent = stop
-            if not self._opened:
-                data = self._opening() + data
             if stop == self._last and self._cut is None:
                 # The end rides with the last token: one write, and the reply is over.
                 self._end(End.COMPLETED)
@@ -247,4 +247,4 @@ class StreamReply(ModelReply):
 
     def _opening(self) -> bytes:
         self._opened = True
-        return self._events.role()
+        return self._events.opening()
