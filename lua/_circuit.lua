@@ -5,6 +5,13 @@
 -- failures, or a failure rate over about the last twenty outcomes (`bad` of `seen`; counting
 -- starts with a failure and ends when that has faded, so a good node costs nothing).
 
+-- A trial answers: requests are let in again. Its streak ends with a whole answer only: until one
+-- has come, a single failure opens the circuit again, for longer.
+local function let_in(node, now)
+  due(node, node.cooling_until_ms > now and node.cooling_until_ms or nil)
+  node.circuit, node.trial, node.since_ms = 'closed', '', now
+end
+
 local function settle(node, lease, outcome, cool_ms, chance, n, now)
   -- Back-off doubles up to its bound, spread by chance: nodes that fell together do not all come
   -- back in the same instant.
@@ -26,15 +33,14 @@ local function settle(node, lease, outcome, cool_ms, chance, n, now)
     if node.bad < 0.05 then node.bad, node.seen, node.opens = 0, 0, 0 end
   end
   if outcome == 'ok' and (trial or fresh) then
-    if trial then
-      due(node, node.cooling_until_ms > now and node.cooling_until_ms or nil)
-      -- A broken node that is whole again starts anew; a flaky one is remembered, so that its
-      -- next failure opens again, for longer.
-      if node.cause == 'streak' then node.bad, node.seen, node.opens = 0, 0, 0 end
-      node.since_ms = now
+    -- A broken node that is whole again starts anew; a flaky one is remembered, so that its next
+    -- failure opens again, for longer.
+    if node.cause == 'streak' and (trial or node.streak >= FAILURE_THRESHOLD) then
+      node.bad, node.seen, node.opens = 0, 0, 0
     end
+    if trial then let_in(node, now) end
     fade(0)
-    node.circuit, node.trial, node.streak = 'closed', '', 0
+    node.streak = 0
   elseif outcome == 'failed' and trial then
     fade(1)
     trip(node.cause)

@@ -53,7 +53,8 @@ end
 node.last_sample_ms = now
 node.waiting_until_ms = 0 -- it answers again
 if node.circuit == 'half_open' and node.trial == lease.id then
-  settle(node, lease, 'ok', 0, 0, active(node.id), now) -- the trial answers: closed here already
+  let_in(node, now)
+  redis.call('HSET', node.key, 'circuit', 'closed', 'trial', '', 'since_ms', now)
 end
 keep(node, active(node.id), now, 'sum_us', string.format('%d', node.sum_us),
   'samples', node.samples, 'last_sample_ms', now, 'waiting_until_ms', 0,

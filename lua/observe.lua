@@ -24,7 +24,14 @@ if not node or node.state == 'removed' or tostring(ARGV[4]) ~= string.format('%d
 end
 local before = node.health
 if verdict == 'ready' then
-  if before ~= 'ok' then node.since_ms = now end
+  if before ~= 'ok' then
+    node.since_ms = now
+    -- Its trial may have fallen due, and been put off, while it could not be tried.
+    local open_ms = math.min(OPEN_MS * 2 ^ math.min(node.opens - 1, 20), OPEN_MAX_MS)
+    if node.circuit == 'open' and node.tripped_at_ms + open_ms <= now then
+      due(node, math.max(now, node.cooling_until_ms))
+    end
+  end
   node.health, node.misses = 'ok', 0
 elseif verdict == 'loading' then
   node.health, node.misses = 'loading', 0
@@ -34,7 +41,9 @@ elseif verdict == 'miss' then
     node.health = before == 'ok' and 'down' or before == 'loading' and 'new' or before
   end
 elseif verdict == 'alive' then
-  node.misses = 0 -- a busy node answers its probes late; it is not dead while it delivers
+  -- A busy node answers its probes late; it is not dead while it delivers. Below zero: the next
+  -- miss, of a probe that was on its way, is excused as well.
+  node.misses = -1
 elseif verdict == 'waiting' then
   node.waiting_ms, node.waiting_until_ms = tonumber(ARGV[6]), now + tonumber(ARGV[7])
 end

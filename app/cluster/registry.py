@@ -34,12 +34,26 @@ class Registry:
         self._link = link
         self._scripts = scripts
         self._pool = pool
-        self._configured = {node.id: node for node in configured}
-        self._undiscovered = {node.id for node in configured if not node.models}
+        self._configured: dict[str, Node] = {}
+        self._undiscovered: set[str] = set()
         self.replicas = 1  # living replicas at the last refresh
         self.nodes: dict[str, Node] = {}
         self.models: frozenset[str] = frozenset()
-        self._know({node.id: node for node in configured})
+        self._lives: dict[str, int] = {}  # id → epoch at the last refresh
+        self.configure(configured)
+
+    def configure(self, nodes: list[Node]) -> None:
+        """From now on these are the configured nodes.
+
+        The cache follows at once, for the time without Redis; Redis is told by
+        ``register_configured``, which is due while ``untold``.
+        """
+        before, self._configured = self._configured, {node.id: node for node in nodes}
+        self._undiscovered = {node.id for node in nodes if not node.models}
+        self.untold = True
+        gone = before.keys() - self._configured.keys()
+        kept = {node_id: node for node_id, node in self.nodes.items() if node_id not in gone}
+        self._know(self._configured | kept)
 
     def known(self, node_id: str, epoch: int) -> Node | None:
         """The cached node, if it is of this epoch."""
@@ -64,12 +78,13 @@ class Registry:
     async def forgot(self, model: str) -> bool:
         """Whether Redis did not know ``model`` for having lost its nodes. Raises ``RedisAway``.
 
-        A replica may have put them back since, or be about to.
+        A replica may have put them back since, or be about to. A node that is there in the life
+        it was last seen in tells that nothing was lost: the model was taken out.
         """
         there = await self._read()
-        ids = [node.id for node in self.nodes.values() if model in node.models]
-        back = any(node_id in there or node_id in self._configured for node_id in ids)
-        return bool(self._configured) and (not there or back)
+        back = any(model in node.models for node in there.values())
+        kept = any(self._lives.get(node.id) == node.epoch for node in there.values())
+        return bool(self._configured) and (back or not kept)
 
     async def refresh(self) -> None:
         """Read all records. Raises ``RedisAway``; the cache then stays as it is."""
@@ -92,6 +107,7 @@ class Registry:
 
     def _know(self, nodes: dict[str, Node]) -> None:
         self.nodes = nodes
+        self._lives = {node.id: node.epoch for node in nodes.values()}
         self.models = frozenset(m for node in nodes.values() for m in node.models)
 
     def _parse(self, node_id: str, record: Mapping[str, str]) -> Node | None:
@@ -120,17 +136,20 @@ class Registry:
         What the fleet has learned of a node is kept (see ``lua/register.lua``). The replica
         that starts last has the last word on what is configured. A node that was known to be
         well before Redis lost everything comes back well, and so does one that has answered this
-        replica (``heard``); a new one waits for its first probe. Until all are there the cache
-        stays as it is: requests are served from it.
+        replica (``heard``); a new one waits for its first probe. One that has yet to tell its
+        models keeps those it had. Until all are there the cache stays as it is: requests are
+        served from it.
         """
         there = await self._read()
-        for node in self._configured.values():
-            if node.models or node.id not in there:
-                known = self.nodes.get(node.id)
-                proven = known is not None and (known.epoch > 0 or node.id in heard)
-                well = proven and known is not None and known.health == "ok"
-                await self._register(node, "ok" if well else "new")
-        for node_id in there.keys() - self._configured.keys():
+        configured = self._configured
+        for node in configured.values():
+            known = self.nodes.get(node.id)
+            proven = known is not None and (known.epoch > 0 or node.id in heard)
+            well = proven and known is not None and known.health == "ok"
+            served = node.models or (there.get(node.id) or node).models
+            if served or node.id not in there:
+                await self._register(replace(node, models=served), "ok" if well else "new")
+        for node_id in there.keys() - configured.keys():
             source = await self._link.call("HGET", self._scripts.keys.node(node_id), "source")
             if source == "config":
                 running = await self._scripts.unregister(node_id)
@@ -139,6 +158,7 @@ class Registry:
                     node_id,
                     running,
                 )
+        self.untold = self._configured is not configured  # changed meanwhile: once more
         await self.refresh()
 
     async def _register(self, node: Node, health: str) -> None:
@@ -152,8 +172,9 @@ class Registry:
 
     async def discovered(self, node_id: str, models: tuple[str, ...]) -> None:
         """Register what a node has said that it serves."""
-        if models:
-            node = replace(self._configured[node_id], models=models)
+        configured = self._configured.get(node_id)  # None: taken out while it was asked
+        if models and configured is not None:
+            node = replace(configured, models=models)
             self._configured[node_id] = node
             self._undiscovered.discard(node_id)
             await self._register(node, "new")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("leaseway.replica")
 _CALLS_A_TICK = 20
 _SWEEP_MS = 1000
+_LAST_ROUND_S = 5.0
 T = TypeVar("T")
 
 
@@ -69,8 +70,11 @@ class Pool:
         known = await self.leases.beat()
         # First beat, reaped, or flushed: what we own is put back. A lease asked for between the
         # flush and this beat has listed the replica again, so its nodes are looked for as well.
-        if not known or await self.registry.lost():
+        # Reaped alone says nothing of the nodes: one that was removed meanwhile must stay away.
+        lost = self.registry.untold or await self.registry.lost()
+        if lost:
             await self.registry.register_configured(self.pulse.heard)
+        if lost or not known:
             await self.leases.reconcile()
         await self.registry.refresh()
 
@@ -115,8 +119,6 @@ class Replica:
         self._tasks: list[asyncio.Task[None]] = []
         self._now = asyncio.Event()
         self._ended = asyncio.Event()
-        # A round of probes: two pages, each with a connect and a read.
-        self._round_s = 4 * settings.health.timeout_s
 
     async def start(self) -> None:
         """Join: connect, register the configured nodes, probe once, then keep beating."""
@@ -124,6 +126,7 @@ class Replica:
             await _all(pool.link.start() for pool in self.pools.values())
             await self._beat()
             await self._tick()
+            await _all(pool.health.probed() for pool in self.pools.values())
             await _all(pool.registry.refresh() for pool in self.pools.values())
         except RedisAway as exc:
             log.warning("starting without Redis, on the configured nodes alone: %s", exc)
@@ -140,9 +143,8 @@ class Replica:
         self.leaving = True
         self._ended.set()
         self._now.set()
-        # Rounds end by themselves: a probe that is cancelled while it connects leaves its socket.
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=self._round_s)
+            _, late = await asyncio.wait(self._tasks, timeout=_LAST_ROUND_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
@@ -153,6 +155,16 @@ class Replica:
                 log.warning("left without signing off, a reaper will do it: %s", exc)
             await pool.health.close()
             await pool.link.close()
+
+    def configure(self, nodes: list[Node]) -> set[str]:
+        """Take over a changed list of nodes; a heartbeat tells Redis at once.
+
+        Returns the pools that are new: their nodes wait for a restart.
+        """
+        for pool in self.pools.values():
+            pool.registry.configure([node for node in nodes if node.pool == pool.name])
+        self._now.set()
+        return {node.pool for node in nodes} - self.pools.keys()
 
     @property
     def up(self) -> bool:

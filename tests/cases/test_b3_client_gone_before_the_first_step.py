@@ -7,11 +7,12 @@ import contextlib
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from app.config import Settings
+from app.gateway.respond import Client
 from app.main import create_app
 from tests.cases.conftest import small_settings
 from tests.support import state
@@ -20,10 +21,11 @@ from tests.support.rawnode import RawNode, Script, events, hang, json_answer, ss
 from tests.support.servers import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     import redis
 
+    from app.gateway.listen import ClientProtocol
     from app.gateway.path import DataPlane
     from tests.cases.conftest import StartGateway, StartNode
     from tests.support.servers import ValkeyServer
@@ -59,21 +61,33 @@ def test_three_hundred_clients_that_close_at_once_leave_nothing_behind(
     assert ask(gw.port, chat(stream=False)).status == 200
 
 
-class _Protocol:
-    """The server's side of a client connection, as the data plane looks at it."""
+class _Connection:
+    """The connection of one client, which leaves with the ``n``th thing that is sent to it; that
+    send then waits for ever."""
 
-    def __init__(self) -> None:
-        self.on_gone: Callable[[], None] | None = None
-        self.transport = self
-        self.gone = asyncio.Event()
-
-    def is_closing(self) -> bool:
-        return self.gone.is_set()
+    def __init__(self, n: int) -> None:
+        self.default_headers: list[tuple[bytes, bytes]] = []
+        self.client: Client | None = None
+        self.closing = self.slow = False
+        self.answers = 0
+        self._left_to_send = n
 
     def leave(self) -> None:
-        self.gone.set()
-        if self.on_gone is not None:
-            self.on_gone()
+        assert self.client is not None
+        self.closing = True
+        self.client.lost()
+
+    def send(self, data: bytes) -> None:
+        self._left_to_send -= 1
+        if not self._left_to_send:
+            self.slow = True
+            self.leave()
+
+    async def drained(self) -> None:
+        await asyncio.Event().wait()
+
+    def answered(self, client: Client) -> None:
+        self.answers += 1
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +107,7 @@ async def _running(app: DataPlane) -> AsyncIterator[None]:
         await task
 
 
-WHEN = ["with the body", "at the acquire", "at the head", "at the first part"]
+WHEN = ["with the body", "at the acquire", "at the first send", "at the second send"]
 
 
 @pytest.mark.parametrize("when", WHEN)
@@ -119,40 +133,26 @@ async def test_a_disconnect_that_wins_the_race_against_the_first_send_leaves_not
 
 
 async def _one_that_leaves(app: DataPlane, when: str) -> None:
-    """One request whose client leaves at ``when``; the send of that moment never returns."""
-    protocol = _Protocol()
+    """One request whose client leaves at ``when``."""
+    connection = _Connection(WHEN.index(when) - 1)
     head, _, body = chat().partition(b"\r\n\r\n")
     headers = [line.split(b": ", 1) for line in head.split(b"\r\n")[1:]]
-    asked = False
-
-    async def receive() -> dict[str, Any]:
-        nonlocal asked
-        if asked:
-            await protocol.gone.wait()
-            return {"type": "http.disconnect"}
-        asked = True
-        if when == "with the body":
-            protocol.leave()
-        elif when == "at the acquire":
-            asyncio.get_running_loop().call_soon(protocol.leave)
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Any) -> None:
-        expected = "http.response.start" if when == "at the head" else "http.response.body"
-        if message["type"] == expected:
-            protocol.leave()
-            await asyncio.Event().wait()
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "raw_path": b"/v1/chat/completions",
-        "query_string": b"",
-        "headers": [(name, value) for name, value in headers],
-        "extensions": {"leaseway": protocol},
-    }
+    client = Client(
+        cast("ClientProtocol", connection),
+        "POST",
+        "/v1/chat/completions",
+        headers=[(name, value) for name, value in headers],
+        keep_alive=True,
+    )
+    connection.client, client.limit = client, len(body)
+    client.take(body)
+    client.complete()
+    if when == "with the body":
+        connection.leave()
+    elif when == "at the acquire":
+        asyncio.get_running_loop().call_soon(connection.leave)
     async with asyncio.timeout(5):
-        await app(scope, receive, send)
-    assert protocol.gone.is_set()
-    assert protocol.on_gone is None
+        await app.serve(client)
+    assert client.gone
+    assert not client.finished
+    assert connection.answers == 0

@@ -386,7 +386,7 @@ class Oracle:
             node.best_us = float(f"{best + (ttft_us - best) * gone:.0f}")
         node.last_ms, node.waiting_until_ms = now, 0
         if node.circuit == "half_open" and node.trial == lease_id:
-            self._good(node, now, trial=True)
+            self._let_in(node, now)
         self._rate(node, now)
         return 1
 
@@ -472,16 +472,20 @@ class Oracle:
 
     def _good(self, node: Node, now: int, *, trial: bool) -> None:
         """A good answer: closes after a trial, ends the streak, lets failures fade."""
+        if node.cause == "streak" and (trial or node.streak >= self.tuning.threshold):
+            node.bad = 0.0  # the first whole answer since the circuit was open
         if trial:
-            node.look_again(node.cooling_ms if node.cooling_ms > now else None)
-            node.since_ms = now
-            if node.cause == "streak":
-                node.bad = 0.0
-        node.circuit, node.trial, node.streak = "closed", "", 0
+            self._let_in(node, now)
+        node.streak = 0
         faded = node.bad * LESS < FORGOTTEN
         node.bad = 0.0 if faded else round(node.bad * LESS, 4)
         node.seen = 0.0 if faded else round(node.seen * LESS + 1, 4)
         node.opens = 0 if faded else node.opens
+
+    def _let_in(self, node: Node, now: int) -> None:
+        """A trial answers: closed, though its streak stands until an answer was whole."""
+        node.circuit, node.trial, node.since_ms = "closed", "", now
+        node.look_again(node.cooling_ms if node.cooling_ms > now else None)
 
     def _trip(self, node: Node, cause: str, chance: float, now: int) -> None:
         """Open: 2 s, doubled each time up to 60 s, and up to a fifth more by chance."""
@@ -599,10 +603,13 @@ class Oracle:
             if node.misses >= self.tuning.unhealthy_after:
                 node.health = {"ok": "down", "loading": "new"}.get(before, before)
         else:
-            node.misses = 0
+            node.misses = -1 if verdict == "alive" else 0  # the next miss is excused
             node.health = {"ready": "ok", "loading": "loading", "alive": before}[verdict]
             if before != "ok" == node.health:
                 node.since_ms = now
+                open_ms = min(self.tuning.open_ms * 2 ** (node.opens - 1), self.tuning.open_max_ms)
+                if node.circuit == "open" and now >= node.tripped_ms + open_ms:
+                    node.look_again(max(now, node.cooling_ms))
         self._rate(node, now)
         return before, node.health
 

@@ -187,6 +187,38 @@ def test_a_trial_closes_the_circuit_with_its_first_token(pool: Pool) -> None:
     assert pool.acquired("next") == "a"
 
 
+def test_a_trial_that_breaks_off_after_its_first_token_opens_again_for_longer(pool: Pool) -> None:
+    opened(pool)
+    for open_ms in (2000, 4000, 8000):
+        assert isinstance(pool.now, int)
+        assert pool.due("a") == pool.now + open_ms
+        pool.later(open_ms)
+        pool.acquire("trial")
+        pool.first_token("trial", 20_000)
+        assert circuit(pool) == "closed"
+        pool.release("trial", "failed")
+        assert circuit(pool) == "open"
+
+
+@pytest.mark.parametrize("first", ["trial", "next"])
+def test_the_first_whole_answer_after_a_trial_has_begun_ends_the_streak_for_good(
+    pool: Pool, first: str
+) -> None:
+    opened(pool)
+    pool.later(2000)
+    pool.acquire("trial")
+    pool.first_token("trial", 20_000)
+    pool.acquire("next")
+    pool.release("trial" if first == "next" else "next", "abandoned")
+    pool.release(first, "ok")
+    assert pool.record("a")["streak"] == "0"
+    end(pool, "failed", "failed")
+    assert circuit(pool) == "closed"
+    end(pool, "failed")
+    assert isinstance(pool.now, int)
+    assert pool.due("a") == pool.now + 2000
+
+
 def test_of_100_acquires_through_two_replicas_exactly_one_is_the_trial(valkey: redis.Redis) -> None:
     pool = Pool(valkey)
     pool.register("a", ["m", "n"])
