@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import json
 import logging
+import secrets
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import uvloop
+import yaml
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from app.config import Settings, load
+from app.config import KeySettings, Settings, load
 from app.errors import LeasewayError, RedisAway
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ app.add_typer(bench_app, name="bench")
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="The settings file (config/leaseway.yaml).")
 ]
+_SHORT_KEY = 16
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -55,7 +60,7 @@ def serve(
 
     settings = load(config, port=port)
     _log_to_stderr()
-    uvloop.run(wiring.serve(settings, replica_id))
+    uvloop.run(wiring.serve(settings, replica_id, file=config, port=port))
 
 
 @app.command()
@@ -79,10 +84,39 @@ def check_config(config: ConfigOption = None) -> None:
     """Check the settings and print them as the gateway would use them, secrets hidden."""
     settings = load(config).model_dump(mode="json")
     for key in settings["keys"]:
-        key["hash"] = "(hidden)"
+        key["hash"] = "(hidden)"  # one or several
     if settings["redis"]["url"]:
         settings["redis"]["url"] = "(set)"
     print(json.dumps(settings, indent=2))
+
+
+@app.command("hash-key")
+def hash_key(
+    name: Annotated[str, typer.Option(help="Shows in metrics and messages.")] = "team-a",
+    new: Annotated[bool, typer.Option("--new", help="Make a key, shown once on stderr.")] = False,
+) -> None:
+    """Print the settings entry of an API key that is read from stdin, or asked for, or made."""
+    from app.admission import keys
+
+    if new:
+        key = f"lw-{secrets.token_urlsafe(32)}".encode()
+    elif sys.stdin.isatty():
+        key = getpass.getpass("API key: ").encode()
+    else:
+        key = sys.stdin.buffer.read()
+    key = key.strip()  # as it comes out of a header, and without the newline of `echo`
+    if not key or len(key.splitlines()) > 1:
+        raise LeasewayError("hash-key wants one key: a line on stdin, or --new to make one")
+    try:
+        entry = KeySettings(name=name, hash=keys.hash_key(key))
+    except ValidationError as exc:
+        raise LeasewayError(f"name = {name!r}: {exc.errors()[0]['msg']}") from exc
+    if new:  # on stderr: `>> leaseway.yaml` must keep the entry alone
+        print(f"The key, which is stored nowhere: {key.decode()}", file=sys.stderr)
+    elif len(key) < _SHORT_KEY:
+        print(f"leaseway: a key under {_SHORT_KEY} characters can be guessed from its hash; "
+              "--new makes a good one", file=sys.stderr)  # fmt: skip
+    print(yaml.safe_dump([{"name": name, "hash": entry.hash}], sort_keys=False), end="")
 
 
 @app.command()
@@ -123,6 +157,40 @@ def bench_gateway(
     from app.lab.bench.run import main as run
 
     run(workload or ["json", "burst", "paced"], rounds, seconds, as_json)
+
+
+@app.command()
+def simulate(
+    scenario: Annotated[
+        str, typer.Option(help="trio, fleet, equal, closed, prefix, or one in which things break.")
+    ] = "trio",
+    load: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=2, help="Share of the summed saturated throughput."),
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Again for more; all if none.")] = None,
+    seeds: Annotated[str, typer.Option(help="Whole numbers; rows are means over them.")] = "1",
+    requests: Annotated[int | None, typer.Option(min=100)] = None,
+    replicas: Annotated[int | None, typer.Option(min=1)] = None,
+    sharing: Annotated[
+        str | None, typer.Option(help="State of replicas: global, local, or its age in ms.")
+    ] = None,
+    alpha: Annotated[float, typer.Option(min=0, max=1, help="Of policy `ttft`.")] = 1.0,
+    fleet: Annotated[Path | None, typer.Option(help="YAML that describes your nodes.")] = None,
+    as_json: JsonOption = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a Markdown table.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG (extra `plots`).")] = None,
+) -> None:
+    """Routing policies on a simulated fleet, beside peers' and one that knows everything."""
+    from app.lab.simulate.experiment import main as run
+
+    run(
+        scenario, policy or [], seeds, load=load, requests=requests, replicas=replicas,
+        sharing=sharing, alpha=alpha, fleet=fleet, as_json=as_json, as_markdown=as_markdown,
+        plot=plot,
+    )  # fmt: skip
 
 
 def _from_redis(

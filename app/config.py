@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -43,7 +45,12 @@ Engine = Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "tgi", "generic
 # Node and pool names become parts of Redis keys and metric labels.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 ModelName = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
+# What a browser sends as Origin: scheme and authority, lower case, no path; or "*" for all.
+Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+)$")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PerMinute = Annotated[int, Field(ge=1, le=1_000_000_000)]
+KeyHash = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
+_KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _CREDENTIALS = re.compile(r"://[^/\s]*@")
 _REDIS_URL = re.compile(r"(rediss?(\+(sentinel|cluster))?|unix)://.")
 
@@ -85,10 +92,14 @@ class Server(_Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     body_limit_mib: Annotated[float, Field(gt=0, le=4096)] = 64
+    header_timeout_s: Positive = 10
+    body_timeout_s: Positive = 30
     keep_alive_s: Annotated[int, Field(ge=1)] = 75
     notice_s: Annotated[float, Field(ge=0, le=300)] = 0.5
     drain_s: Annotated[int, Field(ge=0)] = 30
     open_without_keys: bool = False
+    cors_origins: list[Origin] = []
+    ask_usage: bool = True
 
 
 class LeaseSettings(_Section):
@@ -198,13 +209,49 @@ class NodeSettings(_Section):
         )
 
 
+def _key_hashes(value: Any) -> Any:
+    given = value if isinstance(value, list) else [value]
+    if not given or not all(isinstance(one, str) and _KEY_HASH.fullmatch(one) for one in given):
+        raise ValueError(
+            "right is sha256: and 64 hex digits in lower case, or a list of such; "
+            "`leaseway hash-key` makes them"
+        )
+    return value
+
+
+def _not_a_number(value: Any) -> Any:
+    """Of dates only what reads as one: a bare 20271231 would be a day in 1970."""
+    if not isinstance(value, str | date) or (isinstance(value, str) and value.isdigit()):
+        raise ValueError("right is a date, 2027-12-31, or a time, 2027-12-31T18:00:00Z")
+    return value
+
+
+def _in_utc(value: datetime) -> datetime:
+    return value.astimezone(UTC) if value.tzinfo is not None else value.replace(tzinfo=UTC)
+
+
+Instant = Annotated[datetime, BeforeValidator(_not_a_number), AfterValidator(_in_utc)]
+
+
 class KeySettings(_Section):
-    """One API key, hashed: ``sha256:`` and the hex digest of the key's bytes."""
+    """One caller: its API key, hashed (``sha256:`` and the hex digest of the key's bytes).
+
+    ``hash`` may hold several, while a key is being rotated. ``expires`` is in UTC; a date is its
+    first instant. ``rpm`` and ``tpm`` are requests and tokens per minute, over all replicas.
+    """
 
     name: Name
-    hash: Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
+    hash: Annotated[KeyHash | list[KeyHash], BeforeValidator(_key_hashes)]
     models: list[ModelName] | None = None
+    rpm: PerMinute | None = None
+    tpm: PerMinute | None = None
+    expires: Instant | None = None
     admin: bool = False
+
+    @property
+    def hashes(self) -> list[str]:
+        """All hashes, one or more."""
+        return self.hash if isinstance(self.hash, list) else [self.hash]
 
 
 class Settings(BaseSettings):
@@ -230,6 +277,15 @@ class Settings(BaseSettings):
     def _consistent(self) -> Settings:
         _unique("nodes", "id", [node.id for node in self.nodes])
         _unique("keys", "name", [key.name for key in self.keys])
+        owners: dict[str, str] = {}
+        for key in self.keys:
+            for one in key.hashes:
+                if one in owners:
+                    raise ValueError(
+                        f"keys: {owners[one]!r} and {key.name!r} have a hash in common; "
+                        "each key needs its own"
+                    )
+                owners[one] = key.name
         homes: dict[str, str] = {}
         for node in self.nodes:
             for model in [] if node.models == "discovered" else node.models:
@@ -291,16 +347,18 @@ def _mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def load(path: Path | None, *, port: int | None = None) -> Settings:
+def load(path: Path | None, *, port: int | None = None, content: bytes | None = None) -> Settings:
     """Read the settings from ``path`` (None: defaults and environment only).
 
-    ``port`` overrides ``server.port``. Raises ``ConfigError``.
+    ``port`` overrides ``server.port``; ``content`` is what the file holds, if it was read already.
+    Raises ``ConfigError``.
     """
     raw: Any = {}
     where = str(path) if path else "defaults and environment"
     if path is not None:
         try:
-            raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506
+            content = path.read_bytes() if content is None else content
+            raw = yaml.load(content.decode(), Loader=_StrictLoader)  # noqa: S506
         except OSError as exc:
             raise ConfigError(f"{where}: cannot be read: {exc.strerror or exc}") from exc
         except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as exc:

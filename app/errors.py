@@ -41,7 +41,8 @@ class Refused(LeasewayError):  # noqa: N818 - what the scripts answer
 class ApiError(LeasewayError):
     """An answer to the client other than the node's own.
 
-    ``retry_after_s`` becomes the ``Retry-After`` header (whole seconds, at least 1).
+    ``retry_after_s`` becomes the ``Retry-After`` header (whole seconds, at least 1); ``headers``
+    go out as they are.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ApiError(LeasewayError):
         param: str | None = None,
         retry_after_s: float | None = None,
         allow: str | None = None,
+        headers: list[tuple[bytes, bytes]] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -63,6 +65,7 @@ class ApiError(LeasewayError):
         self.param = param
         self.retry_after_s = retry_after_s
         self.allow = allow
+        self.headers = headers or []
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:

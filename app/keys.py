@@ -48,6 +48,10 @@ class PoolKeys:
         """HASH: lease id → ``node epoch start_ms prompt_tokens``, ``+`` behind it once sampled."""
         return self.leases_prefix + replica
 
+    def limit(self, key: str) -> str:
+        """HASH: how much of its limits the API key of this name has used (``lua/_limit.lua``)."""
+        return f"{self.prefix}limit:{key}"
+
 
 def dial_key(pool: str) -> str:
     """A key of the pool's slot that is never there: writing to it shows whether scripts may."""

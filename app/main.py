@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import uvicorn
 
 from app.admission.keys import Keys
+from app.admission.limits import Limits
 from app.cluster.embedded import EmbeddedValkey
 from app.cluster.replica import Replica
 from app.control.plane import control_plane
+from app.control.reload import Reload
 from app.errors import ConfigError
 from app.gateway.forward import Forward
 from app.gateway.listen import ClientProtocol
@@ -22,7 +24,8 @@ from app.gateway.path import DataPlane
 from app.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
 
     from app.config import Settings
 
@@ -34,6 +37,7 @@ class Wired(NamedTuple):
 
     app: DataPlane
     replica: Replica
+    keys: Keys
 
 
 def create_app(settings: Settings, redis_url: str, replica_id: str | None = None) -> Wired:
@@ -44,6 +48,8 @@ def create_app(settings: Settings, redis_url: str, replica_id: str | None = None
     replica = Replica(settings, redis_url, replica_id)
     forward = Forward(settings.timeouts)
     keys = Keys(settings.keys)
+    home = replica.pools["default"]
+    limits = Limits(home.scripts, lambda: home.registry.replicas)
     metrics = Metrics()
 
     @contextlib.asynccontextmanager
@@ -56,11 +62,21 @@ def create_app(settings: Settings, redis_url: str, replica_id: str | None = None
             forward.close()
 
     control = control_plane(settings, replica, keys, metrics, lifespan=lifespan)
-    return Wired(DataPlane(settings, replica, forward, keys, metrics, control), replica)
+    path = DataPlane(settings, replica, forward, keys, limits, metrics, control)
+    return Wired(path, replica, keys)
 
 
-async def serve(settings: Settings, replica_id: str | None = None) -> None:
-    """Run one replica until SIGTERM or SIGINT. Raises ``ConfigError``."""
+async def serve(
+    settings: Settings,
+    replica_id: str | None = None,
+    *,
+    file: Path | None = None,
+    port: int | None = None,
+) -> None:
+    """Run one replica until SIGTERM or SIGINT, in step with the settings file.
+
+    ``settings`` were loaded from ``file`` with ``port``. Raises ``ConfigError``.
+    """
     _refuse_open_door(settings)
     async with contextlib.AsyncExitStack() as stack:
         redis_url = settings.redis.url
@@ -70,7 +86,13 @@ async def serve(settings: Settings, replica_id: str | None = None) -> None:
             log.warning(
                 "no redis.url: started an embedded Valkey at %s, this replica's own", redis_url
             )
-        app, replica = create_app(settings, redis_url, replica_id)
+        app, replica, keys = create_app(settings, redis_url, replica_id)
+        reload = _without_file
+        if file is not None:
+            watched = Reload(file, settings, port=port, keys=keys, replica=replica)
+            watching = asyncio.create_task(watched.watch(), name="reload")
+            stack.callback(watching.cancel)
+            reload = watched.ask
         config = uvicorn.Config(
             app,
             host=settings.server.host,
@@ -85,23 +107,38 @@ async def serve(settings: Settings, replica_id: str | None = None) -> None:
             timeout_graceful_shutdown=settings.server.drain_s,
         )
         log.info("listening on http://%s:%d", settings.server.host, settings.server.port)
-        await _Server(config, replica, settings.server.notice_s).serve()
+        await _Server(config, replica, settings.server.notice_s, reload).serve()
+
+
+def _without_file() -> None:
+    log.warning("SIGHUP: this replica was started without a settings file to read again")
 
 
 class _Server(uvicorn.Server):
     """uvicorn, which says that it leaves before it stops listening, and ends with exit code 0."""
 
-    def __init__(self, config: uvicorn.Config, replica: Replica, notice_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        replica: Replica,
+        notice_s: float,
+        reload: Callable[[], None],
+    ) -> None:
         super().__init__(config)
         self._replica = replica
         self._notice_s = notice_s
+        self._reload = reload
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The first signal turns readiness off and, after the notice, stops; a second one now."""
+        """The first signal turns readiness off and, after the notice, stops; a second one now.
+
+        SIGHUP reads the settings file again.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leave)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         yield
 
     def _leave(self) -> None:

@@ -80,3 +80,20 @@ class Refusal:
 
     reason: str
     retry_ms: int
+
+
+@dataclass(slots=True)
+class Quota:
+    """The answer of ``admit``: whether an API key's limits let one request pass, and what is left.
+
+    ``reached`` is the limit that refused it, ``requests`` or ``tokens`` (empty: it was counted),
+    ``retry_ms`` the time after which it would pass. Of each limit: what is left, and the ms until
+    none is used; both 0 without such a limit.
+    """
+
+    reached: str
+    retry_ms: int
+    requests: int
+    requests_ms: int
+    tokens: int
+    tokens_ms: int

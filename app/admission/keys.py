@@ -8,13 +8,14 @@ only, unless the operator says otherwise.
 from __future__ import annotations
 
 import hashlib
+from datetime import UTC, datetime
 from hmac import compare_digest
 from typing import TYPE_CHECKING
 
 from app.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from app.config import KeySettings
 
@@ -26,10 +27,19 @@ def hash_key(key: str | bytes) -> str:
 
 
 class Keys:
-    """The configured keys."""
+    """The configured keys. ``now`` is an argument so that tests own the calendar."""
 
-    def __init__(self, keys: list[KeySettings]) -> None:
-        self._keys = keys
+    def __init__(
+        self,
+        keys: list[KeySettings],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._now = now
+        self.replace(keys)
+
+    def replace(self, keys: list[KeySettings]) -> None:
+        """From now on these are the keys; requests that were let in go on."""
+        self._hashes = [(one.encode(), key) for key in keys for one in key.hashes]
         self.open = not keys
 
     def identify(self, headers: Mapping[bytes, bytes]) -> KeySettings | None:
@@ -37,18 +47,17 @@ class Keys:
         if self.open:
             return None
         given = _presented(headers)
-        if given:
-            digest = hash_key(given).encode()
-            # Every key is compared, so that time says nothing about which one is near.
-            match = [key for key in self._keys if compare_digest(key.hash.encode(), digest)]
-            if match:
-                return match[0]
-        raise ApiError(
-            401,
-            "Incorrect API key provided." if given else "No API key provided.",
-            kind="invalid_request_error",
-            code="invalid_api_key",
-        )
+        if not given:
+            raise _not_let_in("No API key provided.")
+        digest = hash_key(given).encode()
+        # Every key is compared, so that time says nothing about which one is near.
+        match = [key for one, key in self._hashes if compare_digest(one, digest)]
+        if not match:
+            raise _not_let_in("Incorrect API key provided.")
+        key = match[0]
+        if key.expires is not None and key.expires <= self._now():
+            raise _not_let_in("This API key has expired.", code="api_key_expired")
+        return key
 
     def require_admin(self, headers: Mapping[bytes, bytes]) -> None:
         """Raises ``ApiError`` 401 or 403 unless the caller may administer."""
@@ -69,6 +78,16 @@ class Keys:
                 param="model",
                 code="model_not_allowed",
             )
+
+
+def _not_let_in(message: str, *, code: str = "invalid_api_key") -> ApiError:
+    return ApiError(
+        401,
+        message,
+        kind="invalid_request_error",
+        code=code,
+        headers=[(b"www-authenticate", b"Bearer")],  # RFC 9110, 15.5.2
+    )
 
 
 def _presented(headers: Mapping[bytes, bytes]) -> bytes:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cluster.link import Argument, Link, NoScript
 from app.keys import pool_keys
-from app.model import Grant, Node, Outcome, Refusal
+from app.model import Grant, Node, Outcome, Quota, Refusal
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,6 +39,8 @@ VERBS = (
     "observe",
     "claim",
     "sweep",
+    "admit",
+    "settle",
 )
 _UNLOADED = {"round_robin", "random"}  # policies whose score does not fall with load
 _TWO_CHOICES = {"p2c", "peak_ewma"}
@@ -312,6 +314,19 @@ class Scripts:
         """Rewrite the scores of nodes that are due: (how many, more waiting)."""
         swept, more = await self.run("sweep", (self.keys.sweeps,), interval_ms, limit)
         return int(swept), bool(more)
+
+    async def admit(self, key: str, *, rpm: int, tpm: int, cost: int) -> Quota:
+        """Count a request of the API key named ``key``, or say what refuses it; 0 is no limit."""
+        said, *numbers = await self.run("admit", (self.keys.limit(key),), rpm, tpm, cost)
+        return Quota("" if said == "admitted" else said, *map(int, numbers))
+
+    def send_settle(self, key: str, *, rpm: int, tpm: int, delta: int) -> asyncio.Future[Any]:
+        """Send ``settle`` now; the future may end in ``NoScript``, which the caller heals."""
+        return self.send("settle", (self.keys.limit(key),), rpm, tpm, delta)
+
+    async def settle(self, key: str, *, rpm: int, tpm: int, delta: int) -> int:
+        """Add ``delta`` tokens to what the key has used: the tokens that are left."""
+        return int(await self.run("settle", (self.keys.limit(key),), rpm, tpm, delta))
 
 
 def _decode(lease_id: str, reply: list[str]) -> Grant | Refusal:

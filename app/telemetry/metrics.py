@@ -1,7 +1,8 @@
 """Prometheus metrics with stable names and bounded labels.
 
-Label values are node ids and model names of the registry, and closed sets of words: nothing
-that a client can invent becomes a label. Times are seconds, as Prometheus wants them.
+Label values are node ids and model names of the registry, names of configured keys, and closed
+sets of words: nothing that a client can invent becomes a label. Times are seconds, as Prometheus
+wants them.
 """
 
 from __future__ import annotations
@@ -57,6 +58,18 @@ class Metrics:
             ("model", "kind"),
             registry=self.registry,
         )
+        key_requests = Counter(
+            "leaseway_key_requests",
+            "Requests answered, by name of the API key and status code.",
+            ("key", "status"),
+            registry=self.registry,
+        )
+        key_tokens = Counter(
+            "leaseway_key_tokens",
+            "Tokens booked, by name of the API key and kind (prompt, output).",
+            ("key", "kind"),
+            registry=self.registry,
+        )
         self.leases_held = Gauge(
             "leaseway_leases_held", "Leases that this replica holds now.", registry=self.registry
         )
@@ -72,6 +85,8 @@ class Metrics:
         self._attempt = cache(lambda node, outcome: attempts.labels(node, outcome).inc)
         self._ttft = cache(lambda node: ttft_s.labels(node).observe)
         self._tokens = cache(lambda model, kind: tokens.labels(model, kind).inc)
+        self._key_request = cache(lambda key, status: key_requests.labels(key, str(status)).inc)
+        self._key_tokens = cache(lambda key, kind: key_tokens.labels(key, kind).inc)
 
     def request(self, model: str, status: int) -> None:
         """Count an answer."""
@@ -91,3 +106,14 @@ class Metrics:
             self._tokens(model, "prompt")(prompt)
         if output:
             self._tokens(model, "output")(output)
+
+    def key_request(self, key: str, status: int) -> None:
+        """Count an answer to the holder of an API key."""
+        self._key_request(key, status)()
+
+    def key_tokens(self, key: str, prompt: int, output: int) -> None:
+        """Count the tokens of one answer to the holder of an API key."""
+        if prompt:
+            self._key_tokens(key, "prompt")(prompt)
+        if output:
+            self._key_tokens(key, "output")(output)

@@ -184,6 +184,17 @@ class Pool:
         swept, more = self.run("sweep", (self.keys.sweeps,), interval_ms, limit)
         return swept, more
 
+    def admit(
+        self, key: str = "team", *, rpm: float = 0, tpm: float = 0, cost: float = 0
+    ) -> list[Any]:
+        """The reply as it came."""
+        reply: list[Any] = self.run("admit", (self.keys.limit(key),), rpm, tpm, cost)
+        return reply
+
+    def settle(self, key: str = "team", *, rpm: float = 0, tpm: float, delta: float) -> int:
+        """The tokens that are left."""
+        return int(self.run("settle", (self.keys.limit(key),), rpm, tpm, delta))
+
     # What is stored
 
     def score(self, node: str, model: str = "m") -> float | None:
@@ -213,7 +224,7 @@ class Pool:
         for name, kind in zip(names, kinds, strict=True):
             if kind in SORTED:
                 pipe.zrange(name, 0, -1, withscores=True)
-            elif kind in {"node", "leases"}:
+            elif kind in {"node", "leases", "limit"}:
                 pipe.hgetall(name)
             elif kind == "ttft":
                 pipe.lrange(name, 0, -1)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-PER_REQUEST = ("acquire", "move", "first_token", "release")
+PER_REQUEST = ("acquire", "move", "first_token", "release", "admit", "settle")
 CONSTANTS = constants(Tuning().settings())
 PARAMETER = re.compile(r"^-- (KEYS|ARGV)\[(\d+)(\.\.\.)?\]\s+(\w+)", re.MULTILINE)
 
@@ -95,7 +95,7 @@ WORDS: dict[str, Any] = {  # what each name in a header stands for in the calls 
     "size": 33, "chance": 0.25, "old": "lease-1", "outcome": "saturated", "cool": 700, "tokens": 5,
     "decode": 6000, "limit": 50, "ttft": 81_000, "id": "node-1", "models": "m {x}\nn",
     "health": "new", "epoch": 77, "verdict": "waiting", "value": 4000, "valid": 3000,
-    "interval": 5000,
+    "interval": 5000, "rpm": 60, "tpm": 9000, "cost": 120, "delta": -30,
 }  # fmt: skip
 REST = {"acquire": ["a", "b"], "move": ["a", "b"], "reassert": ["x", "a 1 2 3"]}
 
@@ -128,6 +128,9 @@ async def sent(verb: str, pool: str = "pool") -> tuple[list[str], list[Any]]:
             NODE, "waiting", waiting_ms=4000, valid_ms=3000)),
         "claim": (["node-1"], lambda: scripts.claim(interval_ms=5000, limit=50)),
         "sweep": ([1, 0], lambda: scripts.sweep(interval_ms=5000, limit=50)),
+        "admit": (["admitted", 0, 59, 1000, 1, 2], lambda: scripts.admit(
+            "team-a", rpm=60, tpm=9000, cost=120)),
+        "settle": (1, lambda: scripts.settle("team-a", rpm=60, tpm=9000, delta=-30)),
     }  # fmt: skip
     link.reply, call = calls[verb]
     await call()
@@ -169,6 +172,7 @@ async def test_the_wrapper_sends_what_the_header_names_in_its_order(verb: str) -
         "score": named.score("m {x}"), "due": named.due("m {x}"), "nodes": named.nodes,
         "leases": named.leases("replica-1"), "replicas": named.replicas,
         "node": named.node("node-1"), "probes": named.probes, "sweeps": named.sweeps,
+        "limit": named.limit("team-a"),
     }  # fmt: skip
     assert keys == [right[name] for name in header.keys]
     fixed = header.args[:-1] if header.rest else header.args
@@ -337,6 +341,13 @@ MALFORMED: dict[str, Callable[[Pool], Any]] = {
     "claim's limit": lambda pool: pool.claim(limit=-1),
     "sweep's interval": lambda pool: pool.sweep(interval_ms="x"),  # type: ignore[arg-type]
     "sweep's limit": lambda pool: pool.sweep(limit=-1),
+    "rpm": lambda pool: pool.admit(rpm=-1, tpm=9, cost=1),
+    "tpm": lambda pool: pool.admit(rpm=1, tpm=1.5, cost=1),
+    "cost": lambda pool: pool.admit(rpm=1, tpm=9, cost=-1),
+    "settle's rpm": lambda pool: pool.settle(rpm=-1, tpm=9, delta=1),
+    "settle's tpm": lambda pool: pool.settle(tpm=-9, delta=1),
+    "delta": lambda pool: pool.settle(tpm=9, delta=1.5),
+    "delta that is no number": lambda pool: pool.settle(tpm=9, delta="x"),  # type: ignore[arg-type]
     "id": lambda pool: pool.register("a node"),
     "field without value": lambda pool: pool.run(
         "register", (pool.keys.nodes, pool.keys.node("z")), "z", "m", "url"),
@@ -485,6 +496,8 @@ def test_every_verb_runs_on_a_cluster_without_a_key_of_another_slot(cluster: red
     assert pool.unregister("a") == 1
     assert pool.release("x") == 1
     assert pool.acquired("w", "n") == "c"
+    assert pool.admit(rpm=60, tpm=100, cost=40) == ["admitted", 0, 59, 1000, 60, 24_000]
+    assert pool.settle(rpm=60, tpm=100, delta=-10) == 70
 
 
 def test_the_shebang_makes_a_server_refuse_keys_of_two_slots(cluster: redis.Redis) -> None:

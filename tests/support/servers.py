@@ -80,7 +80,7 @@ class ValkeyServer:
 class Gateway:
     """One replica as a process: ``with Gateway(settings, redis_url) as gw`` is ready to serve.
 
-    ``settings`` is the content of the settings file. ``log`` is what it wrote to stderr.
+    ``settings`` is the content of the settings ``file``. ``log`` is what it wrote to stderr.
     """
 
     def __init__(
@@ -93,15 +93,15 @@ class Gateway:
         self._settings = settings
         self._environment = {**os.environ, "REDIS_URL": redis_url, **(environment or {})}
         self._folder = Path(tempfile.mkdtemp(prefix="leaseway-test-"))
+        self.file = self._folder / "leaseway.yaml"
         self._log = self._folder / "stderr.log"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait: bool = True) -> Self:
         """Start the process; wait for ``/readyz`` unless told otherwise."""
-        file = self._folder / "leaseway.yaml"
-        file.write_text(yaml.safe_dump(json.loads(json.dumps(self._settings))))
+        self.file.write_text(yaml.safe_dump(json.loads(json.dumps(self._settings))))
         command = [sys.executable, "-W", "error", "-m", "app.cli", "serve",
-                   "--config", str(file), "--port", str(self.port)]  # fmt: skip
+                   "--config", str(self.file), "--port", str(self.port)]  # fmt: skip
         if self.replica_id:
             command += ["--replica-id", self.replica_id]
         with self._log.open("ab") as log:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import io
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
+import termios
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from app import cli
 from app.admission.keys import hash_key
 from app.cluster.embedded import free_port
 from app.cluster.link import Link
 from app.cluster.scripts import Scripts, constants
-from app.config import Settings
+from app.config import KeySettings, Settings
 from app.model import Grant, Node
 
 if TYPE_CHECKING:
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
 
     Run = Callable[..., tuple[int, str, str]]
 
-COMMANDS = {"serve", "up", "nodes", "scores", "check-config", "schema", "bench"}
+COMMANDS = {"serve", "up", "nodes", "scores", "check-config", "schema", "bench", "hash-key"}
 
 
 @pytest.fixture
@@ -102,9 +109,10 @@ def test_check_config_prints_the_settings_in_force_without_secrets(
     for secret in ("s3cret", hash_key("sk-team"), hash_key("sk-team").removeprefix("sha256:")):
         assert secret not in out
     assert settings["redis"]["url"] == "(set)"
-    assert settings["keys"] == [
-        {"name": "team", "hash": "(hidden)", "models": None, "admin": False}
-    ]
+    (key,) = settings["keys"]
+    assert key == KeySettings(name="team", hash=hash_key("sk-team")).model_dump() | {
+        "hash": "(hidden)"
+    }
     assert settings["nodes"][0]["url"] == "http://h:1"
     assert settings["nodes"][0]["api_key_env"] == "NODE_KEY"
     assert settings["scoring"]["alpha"] == 0.5
@@ -113,6 +121,119 @@ def test_check_config_prints_the_settings_in_force_without_secrets(
 
 def test_check_config_without_a_file_prints_the_defaults(run: Run) -> None:
     assert printed(run("check-config")) == Settings().model_dump(mode="json")
+
+
+# Keys
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """``typed(content)``: what a command finds on stdin."""
+    return lambda content: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def entry(out: str) -> KeySettings:
+    """The printed entry, pasted into a settings file."""
+    (key,) = yaml.safe_load(out)
+    return KeySettings(**key)
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n", b" \n\n"])
+def test_hash_key_prints_an_entry_to_paste_and_never_the_key(
+    run: Run, typed: Callable[[bytes], None], ending: bytes
+) -> None:
+    typed(b"sk-0123456789-of-a-team" + ending)
+    code, out, err = run("hash-key", "--name", "team-b")
+    assert (code, err) == (0, "")
+    assert entry(out) == KeySettings(name="team-b", hash=hash_key("sk-0123456789-of-a-team"))
+    assert "sk-0123456789" not in out
+
+
+def test_hash_key_makes_a_new_key_each_time_and_shows_it_beside_the_entry(run: Run) -> None:
+    made = set()
+    for _ in range(3):
+        code, out, err = run("hash-key", "--new")
+        assert code == 0
+        key = err.split()[-1]
+        assert re.fullmatch(r"lw-[A-Za-z0-9_-]{43}", key)
+        assert entry(out).hash == hash_key(key)
+        assert key not in out  # `>> leaseway.yaml` keeps no key
+        made.add(key)
+    assert len(made) == 3
+
+
+def test_hash_key_hashes_bytes_as_a_client_sends_them(
+    run: Run, typed: Callable[[bytes], None]
+) -> None:
+    typed("schlüssel-密钥-0123456789\n".encode())
+    assert entry(run("hash-key")[1]).hash == hash_key("schlüssel-密钥-0123456789")
+    typed(b"\xff\xfe-0123456789abcdef")
+    assert entry(run("hash-key")[1]).hash == hash_key(b"\xff\xfe-0123456789abcdef")
+
+
+def test_hash_key_warns_of_a_key_that_can_be_guessed(
+    run: Run, typed: Callable[[bytes], None]
+) -> None:
+    typed(b"hunter2")
+    code, out, err = run("hash-key")
+    assert (code, entry(out).hash) == (0, hash_key("hunter2"))
+    assert err.count("\n") == 1
+    assert "can be guessed" in err
+    assert "hunter2" not in out + err
+
+
+@pytest.mark.parametrize("name", ["123", "1.5", "null", "yes", "2027-12-31"])
+def test_hash_key_quotes_a_name_that_yaml_would_take_for_something_else(
+    run: Run, name: str
+) -> None:
+    assert entry(run("hash-key", "--new", "--name", name)[1]).name == name
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"  \n", b"sk-one-0123456789\nsk-two-0123456789\n"]
+)
+def test_hash_key_wants_one_key(run: Run, typed: Callable[[bytes], None], content: bytes) -> None:
+    typed(content)
+    code, out, err = run("hash-key")
+    assert (code, out) == (2, "")
+    assert err.startswith("leaseway: hash-key wants one key")
+    assert "sk-" not in err
+
+
+def test_hash_key_refuses_a_name_that_the_settings_would_refuse(
+    run: Run, typed: Callable[[bytes], None]
+) -> None:
+    typed(b"sk-0123456789-of-a-team")
+    code, out, err = run("hash-key", "--name", "team b")
+    assert (code, out) == (2, "")
+    assert err.startswith("leaseway: name = 'team b'")
+    assert err.count("\n") == 1
+
+
+def test_hash_key_asks_at_a_terminal_and_does_not_echo(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with (tmp_path / "out").open("w+") as out:
+        asked = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "app.cli", "hash-key"],
+            stdin=theirs,
+            stdout=out,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),  # noqa: PLW1509
+        )
+        os.close(theirs)
+        seen = b""
+        while b"API key" not in seen:
+            seen += os.read(ours, 1000)
+        os.write(ours, b"sk-typed-0123456789\n")
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while more := os.read(ours, 1000):
+                seen += more
+        os.close(ours)
+        assert asked.wait(20) == 0
+        out.seek(0)
+        assert entry(out.read()).hash == hash_key("sk-typed-0123456789")
+    assert b"sk-typed" not in seen
 
 
 # Reads of a real server

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def test_numbers_have_their_unit_in_the_name() -> None:
 # What is refused: (file, what the message says)
 
 NODE = "nodes: [{id: gpu-1, url: %s}]"
+KEY = f"keys: [{{name: a, hash: '{HASH}', %s}}]"
 MODELS = "nodes: [{id: gpu-1, url: 'http://h:1', models: %s}]"
 REFUSED = {
     "unknown section": ("sevrer: {port: 1}", ["sevrer", "unknown key", "remove it or correct"]),
@@ -197,6 +199,21 @@ REFUSED = {
         f"keys: [{{name: a, hash: '{HASH.upper()}'}}]",
         ["keys.0.hash", "(hidden)", "sha256:"],
     ),
+    "no hash": ("keys: [{name: a, hash: []}]", ["keys.0.hash", "(hidden)", "sha256:"]),
+    "bad hash among good ones": (
+        f"keys: [{{name: a, hash: ['{HASH}', {SECRET}]}}]",
+        ["keys.0.hash", "(hidden)", "leaseway hash-key"],
+    ),
+    "one hash for two keys": (
+        f"keys: [{{name: a, hash: '{HASH}'}}, {{name: b, hash: ['{HASH}']}}]",
+        ["keys", "'a' and 'b'", "a hash in common", "its own"],
+    ),
+    "no requests": (KEY % "rpm: 0", ["keys.0.rpm", "0", "greater than or equal to 1"]),
+    "half a token": (KEY % "tpm: 0.5", ["keys.0.tpm", "0.5", "valid integer"]),
+    "limit that is a word": (KEY % "tpm: none", ["keys.0.tpm", "'none'", "valid integer"]),
+    "expiry as a number": (KEY % "expires: 20271231", ["keys.0.expires", "20271231", "2027-12-31"]),
+    "expiry as a word": (KEY % "expires: soon", ["keys.0.expires", "'soon'", "valid datetime"]),
+    "expiry of no day": (KEY % "expires: '2027-02-30'", ["keys.0.expires", "2027-02-30"]),
     "key without a name": (f"keys: [{{hash: {SECRET}}}]", ["keys.0.name", "must be given"]),
     "key that is a word": (f"keys: [{SECRET}]", ["keys.0", "(hidden)", "valid dictionary"]),
     "keys that are a word": (f"keys: {SECRET}", ["keys", "(hidden)", "valid list"]),
@@ -277,6 +294,32 @@ def test_a_base_url_loses_its_final_v1_and_slash_and_keeps_its_prefix(
     given: str, base: str
 ) -> None:
     assert NodeSettings(id="a", url=given).url == base
+
+
+@pytest.mark.parametrize(
+    ("given", "instant"),
+    [
+        ("2027-12-31", datetime(2027, 12, 31, tzinfo=UTC)),
+        ("'2027-12-31'", datetime(2027, 12, 31, tzinfo=UTC)),
+        ("2027-12-31T18:00:00Z", datetime(2027, 12, 31, 18, tzinfo=UTC)),
+        ("2027-12-31 18:00:00", datetime(2027, 12, 31, 18, tzinfo=UTC)),
+        ("2027-12-31T18:00:00+02:00", datetime(2027, 12, 31, 16, tzinfo=UTC)),
+        ("null", None),
+    ],
+)
+def test_an_expiry_is_an_instant_in_utc(
+    tmp_path: Path, given: str, instant: datetime | None
+) -> None:
+    (key,) = accepted(tmp_path, KEY % f"expires: {given}").keys
+    assert key.expires == instant
+
+
+def test_a_key_may_have_several_hashes(tmp_path: Path) -> None:
+    other = hash_key("sk-the-next")
+    (key,) = accepted(tmp_path, f"keys: [{{name: a, hash: ['{HASH}', '{other}']}}]").keys
+    assert key.hashes == [HASH, other]
+    (key,) = accepted(tmp_path, f"keys: [{{name: a, hash: '{HASH}'}}]").keys
+    assert key.hashes == [HASH]
 
 
 def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:

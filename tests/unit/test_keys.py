@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import inspect as source_of
 import json
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from app.admission import keys as admission
 from app.admission.keys import Keys, hash_key
+from app.cluster.engines import without_key
 from app.config import KeySettings
 from app.errors import ApiError
-from app.gateway.respond import error_body
+from app.gateway.shape import error_body
 from app.keys import pool_keys
+from app.model import Node
 
 # Redis keys
 
@@ -27,6 +30,7 @@ def test_redis_keys_are_the_documented_ones() -> None:
     assert keys.score("llama3") == "lw:{default}:score:llama3"
     assert keys.due("llama3") == "lw:{default}:due:llama3"
     assert keys.leases("replica-1") == "lw:{default}:leases:replica-1"
+    assert keys.limit("team-a") == "lw:{default}:limit:team-a"
     assert keys.replicas == "lw:{default}:replicas"
     assert keys.turn == "lw:{default}:turn"
 
@@ -41,7 +45,7 @@ def test_scripts_build_the_same_names_from_the_prefix() -> None:
 def test_a_pool_is_a_hash_tag_and_the_namespace_a_prefix() -> None:
     keys = pool_keys("staging", "east")
     names = [keys.nodes, keys.node("a"), keys.active("a"), keys.ttft("a"), keys.score("a{b}")]
-    names += [keys.due("m"), keys.leases("r"), keys.replicas, keys.turn]
+    names += [keys.due("m"), keys.leases("r"), keys.replicas, keys.turn, keys.limit("k")]
     for name in names:
         assert name.startswith("staging:{east}:")
         assert name[name.index("{") + 1 : name.index("}")] == "east"  # what a cluster hashes
@@ -52,7 +56,7 @@ def test_a_pool_is_a_hash_tag_and_the_namespace_a_prefix() -> None:
 
 ALICE = KeySettings(name="alice", hash=hash_key("sk-alice"), models=["llama3"])
 ROOT = KeySettings(name="root", hash=hash_key("sk-root"), admin=True)
-UMLAUT = KeySettings(name="umlaut", hash=hash_key("schlüssel-密钥"))
+UMLAUT = KeySettings(name="umlaut", hash=[hash_key("schlüssel-密钥"), hash_key("sk-umlaut")])
 KEYS = Keys([ALICE, ROOT, UMLAUT])
 
 
@@ -87,6 +91,7 @@ def test_a_hash_is_sha256_of_the_keys_bytes_in_hex() -> None:
         ({b"authorization": b"Basic eDp5", b"x-api-key": b"sk-alice"}, "alice"),
         ({b"authorization": b"Bearer ", b"x-api-key": b"sk-alice"}, "alice"),
         (bearer("schlüssel-密钥"), "umlaut"),
+        (bearer("sk-umlaut"), "umlaut"),  # while a key is rotated both are good
     ],
 )
 def test_a_known_key_is_found(headers: dict[bytes, bytes], name: str) -> None:
@@ -104,7 +109,7 @@ def test_a_known_key_is_found(headers: dict[bytes, bytes], name: str) -> None:
         ({b"authorization": b"Basic c2stYWxpY2U6"}, "No API key provided."),
         (bearer("sk-alicE"), "Incorrect API key provided."),
         (bearer("sk-alice sk-root"), "Incorrect API key provided."),
-        (bearer(ALICE.hash), "Incorrect API key provided."),
+        (bearer(ALICE.hashes[0]), "Incorrect API key provided."),
         ({b"x-api-key": b"\xff\xfe"}, "Incorrect API key provided."),
     ],
 )
@@ -120,6 +125,37 @@ def test_an_unknown_key_is_a_401_that_does_not_repeat_it(
         "param": None,
         "code": "invalid_api_key",
     }
+
+
+def test_a_key_expires_at_its_instant_and_the_401_says_so() -> None:
+    ends = datetime(2027, 12, 31, 18, tzinfo=UTC)
+    now = ends - timedelta(microseconds=1)
+    key = KeySettings(name="guest", hash=hash_key("sk-guest"), expires=ends)
+    keys = Keys([key, ALICE], now=lambda: now)
+    assert keys.identify(bearer("sk-guest")) is key
+    now = ends
+    with pytest.raises(ApiError) as caught:
+        keys.identify(bearer("sk-guest"))
+    assert caught.value.status == 401
+    assert told(caught.value) == {
+        "message": "This API key has expired.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "api_key_expired",
+    }
+    assert keys.identify(bearer("sk-alice")) is ALICE
+    with pytest.raises(ApiError, match="Incorrect"):
+        keys.identify(bearer("sk-guess"))
+
+
+def test_replaced_keys_count_from_the_next_request() -> None:
+    keys = Keys([ALICE])
+    keys.replace([ROOT])
+    assert keys.identify(bearer("sk-root")) is ROOT
+    with pytest.raises(ApiError, match="Incorrect"):
+        keys.identify(bearer("sk-alice"))
+    keys.replace([])
+    assert keys.open
 
 
 def test_without_keys_everyone_is_let_in() -> None:
@@ -182,6 +218,27 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         except ApiError:
             assert key == "sk-nobody"
         # All keys, whichever matches, and hashes only: the length of a key shows nothing.
-        assert [one for one, _ in compared] == [k.hash.encode() for k in (ALICE, ROOT, UMLAUT)]
+        hashes = [one.encode() for key in (ALICE, ROOT, UMLAUT) for one in key.hashes]
+        assert [one for one, _ in compared] == hashes
         assert {len(other) for _, other in compared} == {71}
     assert "hash ==" not in source_of.getsource(admission)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("bad key nk-0123456789 given", "bad key (hidden) given"),
+        ("nk-0123456789, nk-0123456789", "(hidden), (hidden)"),
+        ("cut off in nk-012345", "cut off in (hidden)"),
+        ("cut off in nk-", "cut off in nk-"),
+        ("nothing", "nothing"),
+        ("", ""),
+    ],
+)
+def test_a_nodes_key_is_hidden_in_what_the_node_says(
+    monkeypatch: pytest.MonkeyPatch, text: str, shown: str
+) -> None:
+    monkeypatch.setenv("TEST_NODE_KEY", "nk-0123456789")
+    assert without_key(Node("a", "http://a", api_key_env="TEST_NODE_KEY"), text) == shown
+    assert without_key(Node("a", "http://a", api_key_env="TEST_NO_SUCH"), text) == text
+    assert without_key(Node("a", "http://a"), text) == text
