@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def router(replica: Replica, metrics: Metrics) -> APIRouter:
             status_code=200 if ready else 503,
         )
 
-    @routes.get("/metrics", summary="Prometheus text format")
+    @routes.get("/metrics", summary="Prometheus text format", response_class=PlainTextResponse)
     async def page() -> Response:
         metrics.leases_held.set(sum(pool.leases.held for pool in replica.pools.values()))
         metrics.reaped.set(replica.reaped)

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from app.control import admin, health, models
 from app.errors import ApiError, RedisAway
-from app.gateway.respond import error_body
+from app.gateway.shape import error_body
 
 if TYPE_CHECKING:
     from app.admission.keys import Keys
@@ -45,7 +45,7 @@ def _shaped(error: ApiError, headers: dict[str, str] | None = None) -> Response:
 
 async def _api_error(_: Request, exc: Exception) -> Response:
     assert isinstance(exc, ApiError)  # noqa: S101 - registered for this type only
-    return _shaped(exc)
+    return _shaped(exc, {name.decode(): value.decode() for name, value in exc.headers})
 
 
 async def _redis_away(_: Request, exc: Exception) -> Response:

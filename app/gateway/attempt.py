@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
-from app.cluster.engines import node_key
+from app.cluster.engines import node_key, without_key
 from app.errors import AttemptFailed
 from app.gateway.connection import Broken, Headers
-from app.gateway.observe import EventStream, JsonBody
+from app.gateway.observe import EventStream, JsonBody, observer
 from app.model import Node, Outcome
 
 if TYPE_CHECKING:
@@ -32,12 +32,18 @@ _HOP = frozenset(
 _NOT_TO_NODE = _HOP | {
     b"host", b"content-length", b"expect", b"authorization", b"x-api-key", b"api-key", b"cookie",
     b"accept-encoding", b"x-leaseway-explain", b"x-request-id",
+    b"origin", b"access-control-request-method", b"access-control-request-headers",
 }  # fmt: skip
-_NOT_TO_CLIENT = _HOP | {b"date", b"x-request-id", b"x-accel-buffering", b"set-cookie"}
+# Cookies of a node and what it allows to pages of other sites are not the gateway's.
+_NOT_TO_CLIENT = _HOP | {
+    b"date", b"x-request-id", b"x-accel-buffering", b"set-cookie", b"access-control-allow-origin",
+    b"access-control-allow-credentials", b"access-control-allow-headers",
+    b"access-control-allow-methods", b"access-control-expose-headers", b"access-control-max-age",
+}  # fmt: skip
 _NOT_WITH_EVENTS = _NOT_TO_CLIENT | {b"content-length", b"cache-control"}
 _HOLD_BYTES = 256 * 1024  # a one-piece answer up to this size is sent only when it is whole
 _COOL_DEFAULT_MS, _COOL_MAX_MS = 1000, 60_000
-_BUSY_WORDS = (b"overloaded", b"loading model", b"unavailable_error", b"busy", b"queue is full")
+_BUSY_WORDS = (b"overloaded", b"loading", b"unavailable_error", b"busy", b"queue is full")
 
 
 class AnsweredBadly(AttemptFailed):
@@ -55,13 +61,19 @@ class AnsweredBadly(AttemptFailed):
 
 @dataclass(slots=True)
 class Answer:
-    """An answer that may go to the client: status, end-to-end headers, what was read so far."""
+    """An answer that may go to the client: status, end-to-end headers, what was read so far.
+
+    ``judged``: all of it has been read and observed; ``booked``: it was answered badly, and its
+    attempt has been counted as that.
+    """
 
     connection: NodeConnection
     status: int
     headers: Headers
     observed: EventStream | JsonBody
     ready: bytes = b""
+    judged: bool = False
+    booked: bool = False
 
     @property
     def streaming(self) -> bool:
@@ -69,10 +81,23 @@ class Answer:
         return isinstance(self.observed, EventStream)
 
     @property
+    def at_end(self) -> bool:
+        """Whether all of it has been read."""
+        return self.judged or (self.connection.complete and not self.connection.unread)
+
+    @property
     def complete(self) -> bool:
-        """Whether what has all been read is whole. A stream that only the close ends must say
-        itself that it is (``[DONE]`` or a finish): the close could be the node's death."""
-        return self.connection.sized or not self.streaming or self.observed.ended
+        """Whether what has all been read is whole. An answer that only the close ends must say
+        itself that it is (``[DONE]``, a finish, JSON's last bracket): the close could be the
+        node's death."""
+        return self.connection.sized or self.observed.ended
+
+    def rest(self) -> bytes:
+        """What was held back, when all has been read."""
+        if self.judged:
+            return b""
+        self.judged = True
+        return self.observed.rest()
 
 
 async def attempt(
@@ -81,8 +106,9 @@ async def attempt(
     """Ask ``node``. Raises ``AttemptFailed``; on any exception the connection is closed or,
     inside ``AnsweredBadly``, handed over with the answer."""
     connection = await forward.open(node, b"POST", target, _with_node_key(node, headers), call.body)
+    connection.url = node.url
     try:
-        answer = _answer(connection)
+        answer = _answer(connection, call)
         try:
             return await _looked_at(node, answer)
         except Broken as exc:
@@ -114,43 +140,62 @@ def _without(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     return [header for header in headers if header[0] not in dropped]
 
 
-def _answer(connection: NodeConnection) -> Answer:
+def _answer(connection: NodeConnection, call: Call) -> Answer:
     status, raw = connection.status, connection.headers
-    content_type = next((v for n, v in raw if n == b"content-type"), b"")
-    events = status == 200 and content_type.lower().startswith(b"text/event-stream")
+    named = dict(reversed(raw))
+    content_type = named.get(b"content-type", b"").lower()
+    events = status == 200 and content_type.startswith(b"text/event-stream")
+    observed = observer(
+        named.get(b"content-encoding", b""),
+        events=events,
+        json=b"json" in content_type,
+        hide_usage=call.hides_usage,
+    )
     if not events:
         # A 304 may give the length that a 200 would have (RFC 9110, 8.6); its own body has none.
         dropped = _NOT_TO_CLIENT | {b"content-length"} if status in {204, 304} else _NOT_TO_CLIENT
-        return Answer(connection, status, _without(raw, dropped), JsonBody())
+        return Answer(connection, status, _without(raw, dropped), observed)
     headers = _without(raw, _NOT_WITH_EVENTS)
     headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-    return Answer(connection, status, headers, EventStream())
+    return Answer(connection, status, headers, observed)
 
 
 async def _looked_at(node: Node, answer: Answer) -> Answer:
+    """Read as much as tells whether the answer is good; all of it, where it is short JSON."""
     connection, observed = answer.connection, answer.observed
-    if answer.status >= 500 or answer.status == 429:
-        answer.ready = observed.feed(await connection.read())
-        raise _bad_status(node, answer)
     if answer.status >= 300:
         answer.ready = observed.feed(await connection.read())
+        if answer.status >= 500 or answer.status == 429:
+            raise _bad_status(node, answer)
         return answer
     parts: list[bytes] = []
+    hold = _HOLD_BYTES if _is_text(answer.headers) else 0
     held = 0
-    while not (held > _HOLD_BYTES if isinstance(observed, JsonBody) else observed.committed):
+    while not (observed.committed if isinstance(observed, EventStream) else held > hold):
         chunk = await connection.read()
         if not chunk:
-            parts.append(observed.rest())
+            parts.append(answer.rest())
+            if not answer.complete:
+                raise Broken("truncated", "the node closed before the end of its answer")
             break
         parts.append(observed.feed(chunk))
         held += len(chunk)
     answer.ready = b"".join(parts)
     if observed.error is not None:
-        message = f"node {node.id}: 200 with an error: {observed.error[:200]}"
+        message = f"node {node.id}: 200 with an error: {without_key(node, observed.error)}"
         raise AnsweredBadly(Outcome.FAILED, "error_event", message, answer)
-    if not answer.ready and answer.status != 204:
+    if not held and answer.status != 204:
         raise AttemptFailed(Outcome.FAILED, "empty", f"node {node.id}: 200 without a body")
+    if answer.judged and not answer.streaming and not observed.ended:
+        message = f"node {node.id}: 200 with a part of JSON"
+        raise AnsweredBadly(Outcome.FAILED, "malformed", message, answer)
     return answer
+
+
+def _is_text(headers: Headers) -> bool:
+    """Whether an answer is held until its end is known. Audio is not: it is played as it comes."""
+    kind = next((value for name, value in headers if name == b"content-type"), b"text/plain")
+    return kind.lower().startswith((b"application/json", b"text/"))
 
 
 def _bad_status(node: Node, answer: Answer) -> AnsweredBadly:

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, cast
 
 import httptools
 
+from app.cluster.names import left
+
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable
 
 Headers = list[tuple[bytes, bytes]]
 
+_HEAD_BYTES = 256 * 1024
 _READ_AHEAD_BYTES = 256 * 1024  # what a slow client may leave unread before the node is stalled
 # A reused connection that closes within this time without a byte was closed while idle.
 _STALE_WITHIN_S = 1.0
@@ -51,14 +54,18 @@ class NodeConnection(asyncio.Protocol):
         self._patience_s = 0.0
         self._paused = False
         self.uses = 0
+        self.url = ""  # of the node
+        self._address = ""
         self._sent_at = 0.0
         self._reset()
+        self._complete = True  # no exchange yet
 
     def _reset(self) -> None:
         self.status = 0
         self.headers: Headers = []
         self._parts: list[bytes] = []
         self._size = 0
+        self._head_size = 0
         self._heard = False  # any byte of this answer
         self._head_done = False
         self._sized = False
@@ -139,6 +146,7 @@ class NodeConnection(asyncio.Protocol):
             and self._transport is not None
             and not self._transport.is_closing()
             and self._keep_alive
+            and not self._transport.get_write_buffer_size()  # answered before all was asked
         ):
             self._arm(self._idle_s)
             self._home.append(self)
@@ -155,8 +163,12 @@ class NodeConnection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether a pooled connection is still open."""
-        return self._transport is not None and not self._transport.is_closing()
+        """Whether a pooled connection is still open, and its node's name still leads there."""
+        return (
+            self._transport is not None
+            and not self._transport.is_closing()
+            and not left(self.url, self._address)
+        )
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -165,8 +177,7 @@ class NodeConnection(asyncio.Protocol):
     def _fail(self, failure: Exception) -> None:
         if self._failure is None and not self._complete:
             self._failure = failure
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_exception(failure)
+            self._wake()  # what came before it is read first
 
     # One lazy timer: it is moved only when a deadline comes nearer, checked when it fires
 
@@ -197,20 +208,27 @@ class NodeConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass
+        self._address = str((transport.get_extra_info("peername") or ("",))[0])
 
     def data_received(self, data: bytes) -> None:
+        if self._complete:  # nobody has asked: it must not be taken for the next answer
+            self._keep_alive = False
+            self.abort()
+            return
         self._heard = True
         self._deadline = self._loop.time() + self._patience_s
+        if not self._head_done:
+            self._head_size += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as exc:
-            self._fail(Broken("malformed", f"the node's answer is not valid HTTP: {exc}"))
-            self.abort()
-            return
-        except httptools.HttpParserUpgrade:
-            self._fail(Broken("malformed", "the node switched protocols"))
-            self.abort()
-            return
+            if not self._head_done and self._head_size > _HEAD_BYTES:
+                raise httptools.HttpParserError("its head is too large")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self._keep_alive = False
+            if not self._complete:  # else it is what follows a whole answer
+                self._fail(Broken("malformed", f"the node's answer is not valid HTTP: {exc}"))
+                self.abort()
+                return
         if self._sink is not None and self._parts:
             parts, self._parts, self._size = self._parts, [], 0
             if not self._sink(parts[0] if len(parts) == 1 else b"".join(parts)):
@@ -245,17 +263,27 @@ class NodeConnection(asyncio.Protocol):
     # httptools callbacks
 
     def on_message_begin(self) -> None:
+        if self._complete:
+            raise httptools.HttpParserError("a second answer to one request")
         self.headers = []
         self._sized = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_done:
+            return  # a trailer, which is no header (RFC 9110, 6.5.1)
         name = name.lower()
-        if name in {b"content-length", b"transfer-encoding"}:
+        if name == b"content-length":
+            self._sized = True
+        elif name == b"transfer-encoding":
+            if value.strip().lower() != b"chunked":
+                raise httptools.HttpParserError("the only Transfer-Encoding is chunked")
             self._sized = True
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if status < 100 or self._parser.get_http_version() not in {"1.1", "1.0"}:
+            raise httptools.HttpParserError("neither its version nor its status may be odd")
         if status >= 200:  # 1xx are only announcements (RFC 9110, 15.2)
             self.status = status
             self._sized = self._sized or status in {204, 304}

@@ -1,55 +1,90 @@
 """What routing needs from a request, and nothing more.
 
 The body is parsed once, for ``model``, ``stream`` and sizes; its bytes go to the node as they
-came. Only an alias changes them, in place: every other byte stays (BerriAI/litellm#20246).
+came. Only an alias and the question for token counts change them, in place.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from app.errors import ApiError, bad_request
+from app.gateway.form import read_fields
+from app.gateway.splice import replace_value
+from app.gateway.usage import with_usage_asked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from app.gateway.routes import Route
 
 # Rough, and the same for all nodes: a token is four bytes of text (OpenAI's rule of thumb).
 _BYTES_PER_TOKEN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One forwarded endpoint. ``decodes``: answers are generated token by token."""
-
-    path: str
-    decodes: bool = True
-
-
-ROUTES = {
-    route.path: route
-    for route in (
-        Route("/v1/chat/completions"),
-        Route("/v1/completions"),
-        Route("/v1/embeddings", decodes=False),
-    )
-}
+_MEDIA_BYTES, _MEDIA_CHARS = 16 * 1024, 4096  # of a body, of a string, that may be media
+_MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_FORM_FIELDS = frozenset((b"model", b"stream"))
 
 
 @dataclass(slots=True)  # made for every request: frozen would cost four times as much
 class Call:
-    """A request, inspected: ``model`` is the served name, ``body`` what goes to the node."""
+    """A request, inspected: ``model`` is the served name, ``body`` what goes to the node.
+
+    ``max_output_tokens`` is the most that the client wants generated, 0 when it does not say;
+    ``hides_usage``: the gateway has asked for the usage event, and the client has not.
+    """
 
     route: Route
     asked_model: str
     model: str
     stream: bool
     prompt_tokens: int
+    max_output_tokens: int
     body: bytes
+    hides_usage: bool = False
 
 
-def inspect(route: Route, content_type: bytes, body: bytes, aliases: dict[str, str]) -> Call:
-    """Read a JSON request. Raises ``ApiError`` (400, 415) that names the field at fault."""
+def inspect(
+    route: Route,
+    content_type: bytes,
+    body: bytes,
+    aliases: dict[str, str],
+    served: Callable[[], list[str]] = list,
+    *,
+    ask_usage: bool = False,
+) -> Call:
+    """Read a request. ``served`` gives the models that nodes have.
+
+    Raises ``ApiError`` (400, 415) that names the field at fault.
+    """
+    if route.form:
+        return _form_call(route, content_type, body, aliases)
+    fields = _json(content_type, body)
+    given = fields.get("model")
+    asked = _the_only(served()) if given is None and route.any_model else _name(given)
+    stream = fields.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise bad_request("'stream' must be true or false.", param="stream", code="invalid_type")
+    model = aliases.get(asked, asked) if given is not None else asked
+    call = Call(
+        route=route,
+        asked_model=asked,
+        model=model,
+        stream=bool(stream),
+        prompt_tokens=_prompt_tokens(body, fields),
+        max_output_tokens=_most(fields),
+        body=body if model == asked else replace_value(body, "model", orjson.dumps(model)),
+    )
+    if ask_usage and stream and route.usage:
+        asking = with_usage_asked(call.body, fields)
+        if asking is not None:
+            call.body, call.hides_usage = asking, True
+    return call
+
+
+def _json(content_type: bytes, body: bytes) -> dict[str, Any]:
     if content_type.split(b";", 1)[0].strip().lower() != b"application/json":
         raise ApiError(
             415,
@@ -64,23 +99,57 @@ def inspect(route: Route, content_type: bytes, body: bytes, aliases: dict[str, s
         raise bad_request(f"The body is {what}.", code="invalid_json") from exc
     if not isinstance(fields, dict):
         raise bad_request("The body must be a JSON object.", code="invalid_json")
-    asked = _model(fields)
-    stream = fields.get("stream")
-    if stream is not None and not isinstance(stream, bool):
-        raise bad_request("'stream' must be true or false.", param="stream", code="invalid_type")
+    return fields
+
+
+def _form_call(route: Route, content_type: bytes, body: bytes, aliases: dict[str, str]) -> Call:
+    fields = read_fields(content_type, body, _FORM_FIELDS)
+    given = fields.get(b"model")
+    try:
+        asked = _name(given and given.value.decode())
+    except UnicodeDecodeError as exc:
+        raise bad_request("'model' must be UTF-8.", param="model", code="invalid_value") from exc
     model = aliases.get(asked, asked)
-    return Call(
-        route=route,
-        asked_model=asked,
-        model=model,
-        stream=bool(stream),
-        prompt_tokens=max(1, len(body) // _BYTES_PER_TOKEN),
-        body=body if model == asked else replace_value(body, "model", model),
-    )
+    if given is not None and model != asked:
+        body = body[: given.begin] + model.encode() + body[given.end :]
+    stream = fields[b"stream"].value if b"stream" in fields else b""
+    # What is uploaded has no size in tokens.
+    return Call(route, asked, model, stream.lower() in {b"true", b"1"}, 1, 0, body)
 
 
-def _model(fields: dict[str, Any]) -> str:
-    model = fields.get("model")
+def _prompt_tokens(body: bytes, fields: dict[str, Any]) -> int:
+    """By the size of the body, without images, audio and files: they come as long base64."""
+    size = len(body)
+    left: list[Any] = [fields] if size > _MEDIA_BYTES else []
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            # CJK text has no spaces either, but it is not ASCII.
+            if len(value) > _MEDIA_CHARS and value.isascii() and " " not in value[:_MEDIA_CHARS]:
+                size -= len(value)
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list) and value and not isinstance(value[0], int | float):
+            left += value  # not a prompt of token ids
+    return max(1, size // _BYTES_PER_TOKEN)
+
+
+def _most(fields: dict[str, Any]) -> int:
+    given = [fields.get(name) for name in _MOST if name in fields]
+    return max((most for most in given if type(most) is int and most > 0), default=0)
+
+
+def _the_only(served: list[str]) -> str:
+    if len(served) != 1:
+        raise bad_request(
+            "'model' is required: more than one model is served, or none.",
+            param="model",
+            code="missing_required_parameter",
+        )
+    return served[0]
+
+
+def _name(model: Any) -> str:
     if model is None:
         raise bad_request("'model' is required.", param="model", code="missing_required_parameter")
     if not isinstance(model, str):
@@ -90,34 +159,3 @@ def _model(fields: dict[str, Any]) -> str:
             "'model' must be a name of 1 to 256 characters.", param="model", code="invalid_value"
         )
     return model
-
-
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]', re.DOTALL)
-
-
-def replace_value(body: bytes, key: str, value: str) -> bytes:
-    """``body`` with the string value of the top-level ``key`` replaced; all else untouched.
-
-    ``body`` is a valid JSON object. A key given twice is replaced each time, so that every
-    parser at the node agrees on it.
-    """
-    pieces: list[bytes] = []
-    copied = depth = 0
-    name, colon = b"", False
-    for token in _TOKEN.finditer(body):
-        text = token.group()
-        if text[:1] == b'"':
-            if depth == 1 and colon and name and orjson.loads(name) == key:
-                pieces += [body[copied : token.start()], orjson.dumps(value)]
-                copied = token.end()
-            elif depth == 1 and not colon:
-                name = text
-        elif text in b"{[":
-            depth += 1
-        elif text in b"}]":
-            depth -= 1
-        elif text == b":":
-            colon = colon or depth == 1
-        elif depth == 1:  # a comma between two members
-            name, colon = b"", False
-    return b"".join([*pieces, body[copied:]])

@@ -11,24 +11,26 @@ import contextlib
 import logging
 import random
 import re
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from app.errors import ApiError, AttemptFailed, Refused
+from app.gateway import asgi
 from app.gateway.attempt import Answer, AnsweredBadly, attempt, to_node
-from app.gateway.connection import Broken, Headers
-from app.gateway.inspect import ROUTES, Call, Route, inspect
-from app.gateway.observe import EventStream
-from app.gateway.respond import Client, ClientGone, Receive, Scope, Send, error_body
-from app.model import Ask, Outcome, Refusal
+from app.gateway.cors import Cors, is_preflight
+from app.gateway.inspect import Call, inspect
+from app.gateway.listen import Bounds
+from app.gateway.relay import Relay
+from app.gateway.respond import Client, ClientGone
+from app.gateway.routes import ROUTES, Route
+from app.model import Ask, Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from app.admission.keys import Keys
+    from app.admission.limits import Admission, Limits
     from app.cluster.leases import Lease
     from app.cluster.replica import Replica
-    from app.config import Settings
+    from app.config import KeySettings, Settings
+    from app.gateway.connection import Headers
     from app.gateway.forward import Forward
     from app.telemetry.metrics import Metrics
 
@@ -36,7 +38,16 @@ log = logging.getLogger("leaseway.path")
 _ENDING = ApiError(
     503, "The gateway ends.", kind="server_error", code="shutting_down", retry_after_s=1
 )
+_COMPRESSED = ApiError(
+    415,
+    "The body must not be compressed: send no Content-Encoding.",
+    kind="invalid_request_error",
+    code="unsupported_media_type",
+    headers=[(b"accept-encoding", b"identity")],
+)
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_CONTROL_BODY_BYTES = 1024 * 1024
+_LARGE_BYTES = 256 * 1024
 
 
 class DataPlane:
@@ -48,35 +59,49 @@ class DataPlane:
         replica: Replica,
         forward: Forward,
         keys: Keys,
+        limits: Limits,
         metrics: Metrics,
-        control: Callable[[Scope, Receive, Send], Awaitable[None]],
+        control: asgi.Application,
     ) -> None:
         self._replica = replica
         self._forward = forward
         self._keys = keys
+        self._limits = limits
         self._metrics = metrics
         self._control = control
         self._aliases = settings.aliases
-        self._body_limit = int(settings.server.body_limit_mib * 1024 * 1024)
+        self._ask_usage = settings.server.ask_usage
         self._max_attempts = settings.retries.max_attempts
-        self._stall_s = settings.timeouts.stall_s
+        self._cors = Cors(settings.server.cors_origins)
+        self._relay = Relay(metrics, settings.timeouts.stall_s)
+        self.bounds = Bounds(
+            int(settings.server.body_limit_mib * 1024 * 1024),
+            settings.server.header_timeout_s,
+            settings.server.body_timeout_s,
+        )
+        self._large = asyncio.Lock()
         self._serving = 0
         metrics.in_flight.set_function(lambda: self._serving)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
-        route = ROUTES.get(scope["path"]) if scope["type"] == "http" else None
-        if route is None:
-            if scope.get("method") == "HEAD":  # GET without the body, which the server leaves out
-                scope = {**scope, "method": "GET"}
-            await self._control(scope, receive, send)
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        """ASGI entry, for the lifespan; requests come through ``serve``."""
+        await self._control(scope, receive, send)
+
+    async def serve(self, client: Client) -> None:
+        """Answer one request, whatever it is."""
+        client.extra = self._cors.headers(client.headers)
+        route = ROUTES.get(client.path)
+        if route is None and not client.refused:
+            await self._serve_control(client)
             return
-        client = Client(scope, receive, send)
         given = client.headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else b"%032x" % random.getrandbits(128)
         self._serving += 1
         try:
-            await self._serve(client, route, scope, request_id)
+            client.check()
+            if route is not None:
+                client.shape = route.shape
+                await self._serve(client, route, request_id)
         except ClientGone:
             self._metrics.abandoned.inc()
         except asyncio.CancelledError:
@@ -102,35 +127,105 @@ class DataPlane:
             client.unwatch()
             self._serving -= 1
 
-    async def _serve(self, client: Client, route: Route, scope: Scope, request_id: bytes) -> None:
+    async def _serve_control(self, client: Client) -> None:
+        client.limit = min(client.limit, _CONTROL_BODY_BYTES)
+        try:
+            if is_preflight(client.method, client.headers):
+                await self._tell_options(client, [])
+            else:
+                await asgi.run(self._control, client)
+        except ClientGone:
+            pass
+        except ApiError as error:
+            await client.fail(error, [])
+
+    async def _tell_options(self, client: Client, headers: Headers) -> None:
+        await client.start(204, [*self._cors.preflight(client.headers), *headers])
+        await client.finish()
+
+    async def _serve(self, client: Client, route: Route, request_id: bytes) -> None:
         """Receive, lease, forward, stream. Raises ``ApiError`` before the first byte only."""
-        if scope["method"] != "POST":
+        if client.method == "OPTIONS":  # of a browser or not: needs no key, reaches no node
+            told = [(b"allow", b"OPTIONS, POST"), (b"x-request-id", request_id)]
+            await self._tell_options(client, told)
+            return
+        if client.method != "POST":
             raise ApiError(
                 405,
-                f"{scope['method']} is not allowed on {route.path}; use POST.",
+                f"{client.method} is not allowed on {route.path}; use POST.",
                 kind="invalid_request_error",
                 code="method_not_allowed",
                 allow="POST",
             )
         key = self._keys.identify(client.headers)
-        body = await client.body(self._body_limit)
-        call = inspect(route, client.headers.get(b"content-type", b""), body, self._aliases)
+        try:
+            await self._serve_for(key, client, route, request_id)
+        except ApiError as error:
+            if key is not None:
+                self._metrics.key_request(key.name, error.status)
+            raise
+
+    async def _serve_for(
+        self, key: KeySettings | None, client: Client, route: Route, request_id: bytes
+    ) -> None:
+        if client.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise _COMPRESSED
+        call = await self._inspected(route, client)
         self._keys.require_model(key, call.asked_model)
-        query = scope["query_string"]
-        target = route.path.encode() + (b"?" + query if query else b"")
+        target = route.path.encode() + (b"?" + client.query if client.query else b"")
         headers = to_node(client.raw_headers, request_id)
         pool = self._replica.pool_of(call.model)
-        client.watch()
-        try:
-            ask = Ask(call.model, call.prompt_tokens, call.stream)
-            async with pool.leases.hold(ask) as lease:
-                answer = await self._first_good_answer(lease, call, target, headers)
-                try:
-                    await self._relay(client, lease, call, answer, request_id)
-                finally:
-                    answer.connection.done()
-        except Refused as exc:
-            raise _refused(call, exc.refusal) from exc
+        expected = call.prompt_tokens + call.max_output_tokens
+        with await self._limits.admit(key, expected) as admission:
+            client.watch()
+            try:
+                ask = Ask(call.model, call.prompt_tokens, call.stream)
+                async with pool.leases.hold(ask) as lease:
+                    try:
+                        answer = await self._first_good_answer(lease, call, target, headers)
+                    except asyncio.CancelledError:
+                        admission.settle(call.prompt_tokens)  # a node was at work on it
+                        raise
+                    admission.mark(answer.headers)
+                    try:
+                        await self._relay.send(client, lease, call, answer, request_id)
+                    finally:
+                        answer.connection.done()
+                        self._settle(key, admission, call, answer)
+            except Refused as exc:
+                raise _refused(call, exc.refusal) from exc
+        if key is not None:
+            self._metrics.key_request(key.name, answer.status)
+
+    async def _inspected(self, route: Route, client: Client) -> Call:
+        body = await client.body()
+        if len(body) < _LARGE_BYTES:
+            return self._inspect(route, client, body)
+        # Reading ten MiB takes a tenth of a second. Of many such bodies that are complete at
+        # once, one is read in a turn of the loop: others must not wait for all of them.
+        async with self._large:
+            return self._inspect(route, client, body)
+
+    def _inspect(self, route: Route, client: Client, body: bytes) -> Call:
+        content_type = client.headers.get(b"content-type", b"")
+        return inspect(
+            route,
+            content_type,
+            body,
+            self._aliases,
+            lambda: self._replica.models,
+            ask_usage=self._ask_usage,
+        )
+
+    def _settle(
+        self, key: KeySettings | None, admission: Admission, call: Call, answer: Answer
+    ) -> None:
+        """Charge the caller what was used, as far as it got: nothing for a refusal."""
+        if key is not None and answer.status < 400:
+            observed = answer.observed
+            self._metrics.key_tokens(key.name, observed.prompt_tokens, observed.tokens)
+            untold = call.prompt_tokens if call.route.ttft != "none" else 0
+            admission.settle((observed.prompt_tokens or untold) + observed.tokens)
 
     async def _first_good_answer(
         self, lease: Lease, call: Call, target: bytes, headers: Headers
@@ -150,6 +245,7 @@ class DataPlane:
                 except BaseException as exc:
                     if isinstance(failure, AnsweredBadly):
                         if isinstance(exc, ApiError | Refused):
+                            failure.answer.booked = True
                             return failure.answer
                         failure.answer.connection.abort()
                     if isinstance(exc, Refused):
@@ -157,108 +253,6 @@ class DataPlane:
                     raise
                 if isinstance(failure, AnsweredBadly):
                     failure.answer.connection.abort()
-
-    async def _relay(
-        self, client: Client, lease: Lease, call: Call, answer: Answer, request_id: bytes
-    ) -> None:
-        """Send the answer as it comes; then end the lease with what was seen."""
-        connection, observed = answer.connection, answer.observed
-        first_at = 0.0
-
-        def pass_on(data: bytes) -> bool:
-            lease.heard()
-            return client.push(observed.feed(data))
-
-        try:
-            await client.start(answer.status, self._headers(lease, answer, request_id))
-            ready = answer.ready
-            lease.heard()
-            while True:
-                if observed.first_token and not first_at:
-                    first_at = lease.heard_at
-                    lease.first_token()
-                    connection.be_patient(self._stall_s)
-                    self._metrics.first_token(lease.node.id, first_at - lease.started)
-                at_end = connection.complete and not connection.unread
-                if at_end:
-                    rest = observed.rest()
-                    if answer.complete:
-                        ready += rest
-                        break
-                if ready:
-                    await client.write(ready)
-                if at_end:
-                    raise Broken("truncated", "the node closed before the end of its stream")
-                # After the first token nothing is left to decide about a stream: what comes goes to
-                # the client without waking this task, until the end or until the client is slow.
-                straight = pass_on if first_at and answer.streaming else None
-                ready = observed.feed(await connection.read(straight))
-                lease.heard()
-        except Broken as exc:
-            await self._break_off(client, lease, call, answer, exc)
-            return
-        decode_us = int((lease.heard_at - first_at) * 1e6) if first_at else 0
-        self._end(lease, call, answer, decode_us)
-        await client.finish(ready)
-
-    def _headers(self, lease: Lease, answer: Answer, request_id: bytes) -> Headers:
-        headers = [
-            *answer.headers,
-            (b"x-request-id", request_id),
-            (b"x-leaseway-node", lease.node.id.encode()),
-            (b"x-leaseway-attempts", b"%d" % lease.attempts),
-            (b"x-leaseway-queue-ms", b"0"),
-        ]
-        if lease.grant.degraded:
-            headers.append((b"x-leaseway-degraded", b"1"))
-        return headers
-
-    def _end(self, lease: Lease, call: Call, answer: Answer, decode_us: int) -> None:
-        """The answer is whole: book it and give the lease back."""
-        observed, node_id = answer.observed, lease.node.id
-        self._metrics.request(call.model, answer.status)
-        if answer.status >= 400:
-            lease.end(Outcome.REJECTED)  # no effect when the attempt was ended as failed
-            return
-        if observed.error is not None:
-            log.warning("node %s: error inside a stream: %s", node_id, observed.error[:200])
-            lease.end(Outcome.FAILED)
-            self._metrics.attempt(node_id, Outcome.FAILED.value)
-            return
-        tokens = observed.tokens
-        if not answer.streaming and (tokens <= 1 or not call.route.decodes):
-            # The whole answer is one token or no decode at all: its time is the TTFT. A longer
-            # answer in one piece does not show when its first token came.
-            lease.first_token()
-            self._metrics.first_token(node_id, monotonic() - lease.started)
-        self._metrics.attempt(node_id, Outcome.OK.value)
-        self._metrics.book_tokens(call.model, observed.prompt_tokens, tokens)
-        lease.end(
-            Outcome.OK, tokens=max(0, tokens - 1) if decode_us > 0 else 0, decode_us=decode_us
-        )
-
-    async def _break_off(
-        self, client: Client, lease: Lease, call: Call, answer: Answer, broken: Broken
-    ) -> None:
-        """The node broke off in mid-answer: say so, never pretend that it is complete."""
-        log.warning("node %s: %s (%s)", lease.node.id, broken, broken.kind)
-        lease.end(Outcome.FAILED)
-        observed = answer.observed
-        observed.conclude()
-        self._metrics.request(call.model, answer.status)
-        self._metrics.attempt(lease.node.id, Outcome.FAILED.value)
-        self._metrics.book_tokens(call.model, observed.prompt_tokens, observed.tokens)
-        if isinstance(observed, EventStream) and observed.between_events:
-            error = ApiError(
-                502,
-                f"The node broke off its answer ({broken.kind}).",
-                kind="upstream_error",
-                code=broken.kind,
-            )
-            await client.write(b"data: " + error_body(error) + b"\n\n")
-            await client.finish()
-        # Otherwise the transfer ends unfinished: the server closes the connection, and the
-        # client's HTTP library reports the cut.
 
 
 def _refused(call: Call, refusal: Refusal) -> ApiError:

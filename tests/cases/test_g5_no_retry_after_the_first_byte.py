@@ -68,7 +68,7 @@ def test_a_reset_after_five_events_is_an_error_to_the_client_and_no_second_reque
     nodes = [raw_node(script), raw_node(script)]
     gw = gateway(nodes, retries={"max_attempts": 3})
     with state.sampling(valkey) as seen, RawClient(gw.port) as client:
-        client.send(chat())
+        client.send(chat(stream_options={"include_usage": True}))
         body = client.read_all()
         wait_until(lambda: state.unloaded(valkey), within_s=2, what="load = 0")
     used = client.headers[b"x-leaseway-node"].decode()
@@ -114,9 +114,9 @@ def test_a_stream_that_only_the_close_ends_is_cut_unless_it_says_that_it_is_whol
     assert cut.status == 200
     assert b'"error"' in cut.body
     assert b"[DONE]" not in cut.body
-    assert state.record(valkey, "b1")["streak"] == "1"
+    wait_until(lambda: state.record(valkey, "b1")["streak"] == "1", what="a failure is booked")
     node.script = sse_answer(answer_of(3), chunked=False)
     whole = ask(gw.port, chat())
     assert b'"error"' not in whole.body
     assert whole.body.endswith(b"data: [DONE]\n\n")
-    assert state.record(valkey, "b1")["streak"] == "0"
+    wait_until(lambda: state.record(valkey, "b1")["streak"] == "0", what="a success is booked")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import tracemalloc
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.gateway.observe import EventStream, JsonBody, Observed
+from app.gateway.observe import EventStream, JsonBody, Observed, observer
 
 # Recorded streams, in the shapes that engines send
 
@@ -56,6 +58,56 @@ ANSWER = (
     chunk({}, "tool_calls"),
 )
 PLAIN = (ROLE, *(chunk({"content": f"t{i} "}) for i in range(5)), chunk({}, "stop"))
+
+
+def renamed(usage: dict[str, int]) -> dict[str, int]:
+    """Usage in the words of the other dialects."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+def typed(kind: str, **fields: Any) -> bytes:
+    """An event that says twice what it is, as Anthropic and OpenAI responses send them."""
+    return stream(f"event: {kind}\n" + json.dumps({"type": kind, **fields}, ensure_ascii=False))
+
+
+def messages(*texts: str) -> bytes:
+    """A stream of Anthropic messages."""
+    start: dict[str, Any] = {"id": "msg_1", "role": "assistant", "content": [], "stop_reason": None}
+    return b"".join(
+        [
+            typed(
+                "message_start",
+                message={**start, "usage": {"input_tokens": 11, "output_tokens": 1}},
+            ),
+            typed("content_block_start", index=0, content_block={"type": "text", "text": ""}),
+            typed("ping"),
+            *(
+                typed("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+                for text in texts
+            ),
+            typed("content_block_stop", index=0),
+            typed("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 42}),
+            typed("message_stop"),
+        ]
+    )
+
+
+def responses(*texts: str, end: str = "response.completed", **more: Any) -> bytes:
+    """A stream of OpenAI responses."""
+    whole: dict[str, Any] = {"id": "resp_1", "object": "response", "error": None, "usage": None}
+    return b"".join(
+        [
+            typed("response.created", response=whole),
+            typed("response.in_progress", response=whole),
+            typed("response.output_item.added", item={"type": "message", "content": []}),
+            *(typed("response.output_text.delta", delta=text, logprobs=[]) for text in texts),
+            typed("response.output_text.done", text="".join(texts)),
+            typed(end, response={**whole, "usage": renamed(USAGE), **more}),
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -134,14 +186,12 @@ RECORDED = {
     "error event": Recorded(
         stream(ROLE, *PLAIN[1:3], '{"error":{"message":"KV 满","type":"x"}}'),
         2,
-        ended=False,
         error="KV 满",
     ),
     "error first": Recorded(
         stream('{"error": {"message": "no", "code": 500}}'),
         0,
         first_token=False,
-        ended=False,
         error="no",
     ),
     "error null": Recorded(
@@ -158,6 +208,91 @@ RECORDED = {
     ),
     "nothing generated": Recorded(
         stream(": ping", ROLE, chunk({}, "stop"), "[DONE]"), 0, first_token=False
+    ),
+    "fields of every kind": Recorded(
+        stream(
+            f"event: message\nid: 1\nretry: 3000\nx-vendor: {{}}\nignored\n{ROLE}",
+            *(f"id\n: between\n{event}" for event in PLAIN[1:]),
+            "[DONE]",
+        ),
+        5,
+    ),
+    "tabs": Recorded(stream(*PLAIN, chunk(None, usage=USAGE), "[DONE]", space="\t"), 42, prompt=11),
+    "tabs, no usage": Recorded(stream(*PLAIN, "[DONE]", space="\t"), 5),
+    "two spaces, no usage": Recorded(stream(*PLAIN, "[DONE]", space="  "), 5),
+    "data without a colon": Recorded(
+        b"data\n\n" + stream(*(f"{event}".replace("{", "\n{", 1) for event in PLAIN), "[DONE]"), 5
+    ),
+    "comments after the end": Recorded(
+        stream(*PLAIN, chunk(None, usage=USAGE), "[DONE]", *(f": ping {i}" for i in range(40))),
+        42,
+        prompt=11,
+    ),
+    "usage before sixteen choices end": Recorded(
+        stream(
+            *PLAIN[:2],
+            chunk(None, usage=USAGE),
+            *(chunk({}, "stop") for _ in range(16)),
+            "[DONE]",
+        ),
+        42,
+        prompt=11,
+    ),
+    "error far from the end": Recorded(
+        stream(
+            ROLE,
+            chunk({"content": "a"}),
+            '{"error":{"message":"one of two choices failed"}}',
+            *(chunk({"content": "b" * 100}) for _ in range(100)),
+            chunk({}, "stop"),
+            "[DONE]",
+        ),
+        102,  # the error counts as an event: none but usage counts exactly
+        error="one of two choices failed",
+    ),
+    "usage in the event of the error": Recorded(
+        stream(*PLAIN[:4], json.dumps({"error": {"message": "oom"}, "usage": USAGE})),
+        42,
+        prompt=11,
+        error="oom",
+    ),
+    "usage, then an error": Recorded(
+        stream(*PLAIN[:4], chunk(None, usage=USAGE), '{"error":"oom"}', "[DONE]"),
+        42,
+        prompt=11,
+        error="oom",
+    ),
+    "Anthropic messages": Recorded(messages("a", "b", "", "c", "𐍈"), 42, prompt=11),
+    "Anthropic messages, cut": Recorded(
+        b"".join(messages("a", "b", "c").partition(b"event: message_delta")[:1]),
+        3,
+        prompt=11,
+        ended=False,
+    ),
+    "Anthropic error": Recorded(
+        messages("a", "b").partition(b"event: content_block_stop")[0]
+        + typed("error", error={"type": "overloaded_error", "message": "Overloaded"}),
+        2,
+        prompt=11,
+        error="Overloaded",
+    ),
+    "OpenAI responses": Recorded(responses("a", "b", "c"), 42, prompt=11),
+    "OpenAI responses, incomplete": Recorded(
+        responses("a", "b", end="response.incomplete"), 42, prompt=11
+    ),
+    "OpenAI responses, failed": Recorded(
+        responses("a", "b", end="response.failed", error={"code": "server_error", "message": "x"}),
+        42,
+        prompt=11,
+        error="x",
+    ),
+    "OpenAI speech": Recorded(
+        stream(
+            *('{"type":"speech.audio.delta","audio":"AAAA","delta":"AAAA"}' for _ in range(3)),
+            json.dumps({"type": "speech.audio.done", "usage": renamed(USAGE)}),
+        ),
+        42,
+        prompt=11,
     ),
     "only done": Recorded(stream("[DONE]"), 0, first_token=False),
     "not JSON": Recorded(
@@ -194,7 +329,7 @@ def test_one_piece_single_bytes_and_every_single_cut_are_the_same(name: str) -> 
     raw = recorded.raw
     check(recorded, [raw])
     check(recorded, [raw[i : i + 1] for i in range(len(raw))])
-    for i in range(1, len(raw)):
+    for i in range(1, len(raw), 1 + len(raw) // 2000):
         check(recorded, [raw[:i], raw[i:]])
 
 
@@ -211,6 +346,31 @@ def test_any_mixture_of_line_ends_passes_unchanged(parts: list[bytes], data: st.
     at = data.draw(st.sets(st.integers(0, len(raw)), max_size=10))
     out, _ = observed(cut(raw, at))
     assert out == raw
+
+
+PARTS = [
+    b"\r", b"\n", b"\n\n", b"data: ", b"data:{", b'{"choices":[', b'{"error":', b'"x"}', b"}]}",
+    b": x", b'"usage":{"prompt_tokens":7}', b"event: error", b"[DONE]", b"\xef\xbb\xbf", b"\xff", b"\x00",
+    *(stream(event) for event in (ROLE, *PLAIN[1:3], chunk(None, usage=USAGE), '{"error":"x"}')),
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PARTS) | st.binary(max_size=8), max_size=30), st.data())
+def test_arbitrary_bytes_pass_unchanged_and_are_seen_alike_in_any_pieces(
+    parts: list[bytes], data: st.DataObject
+) -> None:
+    raw = b"".join(parts)
+    at = data.draw(st.sets(st.integers(0, len(raw)), max_size=10))
+    for hide in (False, True):
+        found = []
+        for pieces in ([raw], cut(raw, at), [raw[i : i + 1] for i in range(len(raw))]):
+            seen = EventStream(hide_usage=hide)
+            out = b"".join([*map(seen.feed, pieces), seen.rest()])
+            assert out == raw or hide
+            found.append(
+                (out, seen.first_token, seen.tokens, seen.prompt_tokens, seen.ended, seen.error)
+            )
+        assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -301,7 +461,8 @@ def test_generated_content_is_the_first_token(event: str) -> None:
 def test_an_error_event_is_seen_at_any_time(data: str, message: str, before: int) -> None:
     _, seen = observed([stream(event) for event in (*PLAIN[:before], data)])
     assert seen.error == message
-    assert not seen.ended
+    assert seen.ended  # what follows an error is none of the answer: its word is the last
+    assert seen.over
 
 
 @pytest.mark.parametrize(
@@ -362,6 +523,247 @@ def test_what_follows_a_very_large_event_is_still_seen(size: int, end: str) -> N
         assert (seen.first_token, seen.ended, seen.error) == (True, True, None)
         assert (seen.tokens, seen.prompt_tokens) == (42, 11), more
         assert seen.between_events
+
+
+@pytest.mark.parametrize("event", [": ping", ROLE, chunk({"content": "a"}), "nonsense"])
+def test_a_stream_that_goes_on_for_ever_takes_no_memory(event: str) -> None:
+    raw = stream(event)
+    seen = EventStream()
+    for _ in range(1000):
+        seen.feed(raw)
+    tracemalloc.start()
+    try:
+        for _ in range(20_000):
+            seen.feed(raw)
+        now, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now < 64 * 1024
+
+
+LARGE = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (typed("response.created", response={"instructions": LARGE}), (False, 0, 0, False, None)),
+        (stream(chunk({"content": LARGE})), (True, 1, 0, False, None)),
+        (stream(chunk({"content": LARGE}, "length", usage=USAGE)), (True, 42, 11, True, None)),
+        (stream(chunk(tool(LARGE))), (True, 1, 0, False, None)),
+        (typed("content_block_delta", delta={"text": LARGE}), (True, 1, 0, False, None)),
+        (typed("response.output_text.delta", delta=LARGE), (True, 1, 0, False, None)),
+        (
+            typed("response.completed", response={"output": LARGE, "usage": renamed(USAGE)}),
+            (False, 42, 11, True, None),
+        ),
+        (
+            stream(json.dumps({"error": {"message": LARGE}})),
+            (False, 0, 0, True, "a large error event"),
+        ),
+        (typed("error", error={"message": LARGE}), (False, 0, 0, True, "a large error event")),
+        (
+            typed("response.failed", response={"error": None, "output": LARGE}),
+            (False, 0, 0, True, "a large response.failed event"),
+        ),
+        (stream(json.dumps({"error": None, **json.loads(chunk({"content": LARGE}))})),
+         (True, 1, 0, False, None)),
+        (stream(LARGE), (True, 1, 0, False, None)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_very_large_event_is_known_by_its_ends(
+    raw: bytes, expected: tuple[Any, ...], end: str
+) -> None:
+    raw = raw.replace(b"\n", end.encode())
+    for size in (len(raw), 65_536, 10_007, len(raw) - 1, len(raw) - 2, len(raw) - 3, len(raw) - 4):
+        out, seen = observed([raw[i : i + size] for i in range(0, len(raw), size)])
+        assert out == raw
+        found = seen.first_token, seen.tokens, seen.prompt_tokens, seen.ended, seen.error
+        assert found == expected, size
+
+
+@pytest.mark.parametrize("size", range(65_528, 65_545))
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_the_limit_of_a_large_event_does_not_depend_on_the_cuts(size: int, end: str) -> None:
+    # Its usage stands where only an event that is held is read.
+    start = chunk(None, usage=USAGE).removesuffix("}") + ',"x":"'
+    event = start + "x" * (size - len(start) - 8) + '"}'
+    raw = stream(ROLE, event, chunk({"content": "a"}), end=end)
+    ways = [[raw], cut(raw, {1000}), cut(raw, {65_000}), cut(raw, set(range(0, len(raw), 999)))]
+    ways += [cut(raw, {len(raw) - i}) for i in range(140, 160)]
+    seen = {(s.tokens, s.prompt_tokens, s.ended) for s in (observed(way)[1] for way in ways)}
+    assert len(seen) == 1
+
+
+# The usage event that the client did not ask for
+
+
+def hidden(pieces: list[bytes]) -> tuple[bytes, EventStream]:
+    seen = EventStream(hide_usage=True)
+    return b"".join([*map(seen.feed, pieces), seen.rest()]), seen
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("space", ["", " "])
+@pytest.mark.parametrize("last", [("[DONE]",), ()], ids=["with [DONE]", "without"])
+def test_exactly_the_usage_event_is_left_out_and_booked(
+    end: str, space: str, last: tuple[str, ...]
+) -> None:
+    usage = f"id: 7\n{chunk(None, usage=USAGE)}"
+    before = stream(": ping", *PLAIN, end=end, space=space)
+    after = stream(": ping", *last, end=end, space=space)
+    raw = before + stream(usage, end=end, space=space) + after
+    for pieces in (
+        [raw],
+        [raw[i : i + 1] for i in range(len(raw))],
+        *([raw[:i], raw[i:]] for i in range(1, len(raw))),
+    ):
+        out, seen = hidden(pieces)
+        assert out == before + after
+        assert (seen.tokens, seen.prompt_tokens, seen.ended) == (42, 11, True)
+    assert observed([raw])[0] == raw
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        chunk({"content": "a"}, usage=USAGE),
+        chunk({}, "stop", usage=USAGE),
+        chunk({"content": '"choices":[],"usage":{}'}),
+        chunk(None, usage=None),
+        chunk(None, prompt_filter_results=[]),
+        chunk(None, usage=USAGE, error={"message": "x"}),
+        '{"usage":{"prompt_tokens":1}}',
+        '{"choices":null,"usage":{"prompt_tokens":1}}',
+        '{"type":"ping","usage":{}}',
+        '{"choices":[],"usage":{',
+        ': {"choices":[],"usage":{}}',
+    ],
+)
+def test_every_other_event_stays(event: str) -> None:
+    raw = stream(ROLE, event, chunk({}, "stop"), "[DONE]")
+    assert hidden([raw])[0] == raw
+    assert hidden([raw[i : i + 1] for i in range(len(raw))])[0] == raw
+
+
+def test_a_usage_event_beside_a_very_large_event_is_left_out() -> None:
+    usage = stream(chunk(None, usage=USAGE))
+    large = stream(chunk({"content": LARGE}))
+    raw = large + usage + large + usage + stream("[DONE]")
+    for size in (len(raw), 65_536, 1000, 17):
+        out, _ = hidden([raw[i : i + size] for i in range(0, len(raw), size)])
+        assert out == large * 2 + stream("[DONE]"), size
+
+
+def test_an_unterminated_usage_event_at_the_end_is_left_out() -> None:
+    raw = stream(*PLAIN)
+    out, seen = hidden([raw, stream(chunk(None, usage=USAGE)).rstrip()])
+    assert out == raw
+    assert seen.tokens == 42
+
+
+# How an unterminated stream ends
+
+
+@pytest.mark.parametrize(
+    ("rest", "ended"),
+    [
+        ("", True),
+        ("data: [DONE]", True),
+        ("data: {}", True),
+        ("data: [DO", False),
+        ('data: {"usage":', False),
+        ("dat", False),
+    ],
+)
+def test_a_stream_that_stops_inside_an_event_has_not_ended(rest: str, ended: bool) -> None:
+    raw = stream(*PLAIN) + rest.encode()
+    out, seen = observed([raw[i : i + 10] for i in range(0, len(raw), 10)])
+    assert out == raw
+    assert seen.ended is ended
+
+
+def test_the_last_word_is_known_from_a_finish_of_one_choice() -> None:
+    for raw, over in (
+        (stream(*PLAIN), False),
+        (stream(*PLAIN, "[DONE]"), True),
+        (messages("a"), True),
+        (messages("a").partition(b"event: message_stop")[0], False),
+        (responses("a"), True),
+        (stream(*PLAIN[:2], '{"error":"x"}'), True),
+    ):
+        assert observed([raw])[1].over is over
+
+
+# Answers that a node compresses although it was not asked to
+
+
+def compressed(raw: bytes, encoding: str, *, flush: bool = True) -> list[bytes]:
+    """One piece for each event, flushed."""
+    packer = zlib.compressobj(wbits=31 if encoding == "gzip" else 15)
+    mode = zlib.Z_SYNC_FLUSH if flush else zlib.Z_NO_FLUSH
+    pieces = [packer.compress(part) + packer.flush(mode) for part in re.split(rb"(?<=\n\n)", raw)]
+    return [*pieces, packer.flush()]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize("name", ["usage and done", "error event", "no blank line at the end"])
+def test_compressed_events_pass_at_once_and_are_seen_all_the_same(encoding: str, name: str) -> None:
+    recorded = RECORDED[name]
+    for pieces in (
+        compressed(recorded.raw, encoding),
+        [b"".join(compressed(recorded.raw, encoding, flush=False))],
+        [bytes([byte]) for byte in b"".join(compressed(recorded.raw, encoding))],
+    ):
+        seen = observer(events=True, encoding=encoding.encode(), hide_usage=True)
+        assert [seen.feed(piece) for piece in pieces] == pieces
+        assert seen.rest() == b""
+        assert isinstance(seen, EventStream)
+        assert not seen.between_events
+        assert (seen.tokens, seen.prompt_tokens, seen.first_token, seen.error) == (
+            recorded.tokens, recorded.prompt, recorded.first_token, recorded.error
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"x-gzip", b" GZIP ", b"deflate"])
+def test_usage_of_a_compressed_body_is_seen(encoding: bytes) -> None:
+    plain = answer(100_000)
+    packed = zlib.compress(plain, wbits=15 if encoding == b"deflate" else 31)
+    seen = observer(events=False, encoding=encoding)
+    for i in range(0, len(packed), 100):
+        assert seen.feed(packed[i : i + 100]) == packed[i : i + 100]
+    assert seen.rest() == b""
+    assert (seen.tokens, seen.prompt_tokens, seen.ended) == (42, 11, True)
+
+
+@pytest.mark.parametrize("encoding", [b"br", b"zstd", b"gzip, br", b"nonsense", b"gzip"])
+@pytest.mark.parametrize("events", [True, False])
+def test_what_cannot_be_read_passes(encoding: bytes, events: bool) -> None:
+    pieces = [b"\x00\xff\n\nnoise", b"data: {}\n\n", b"\n"]
+    seen = observer(events=events, encoding=encoding)
+    assert [seen.feed(piece) for piece in pieces] == pieces
+    assert seen.rest() == b""
+    assert seen.ended  # nobody could say otherwise
+    assert (seen.tokens, seen.error, seen.first_token) == (0, None, False)
+
+
+def test_a_read_that_inflates_without_end_is_not_followed() -> None:
+    bomb = zlib.compress(b"\0" * 64 * 1024 * 1024, wbits=31)
+    seen = observer(events=True, encoding=b"gzip")
+    tracemalloc.start()
+    try:
+        assert seen.feed(bomb) == bomb
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 * 1024 * 1024
+
+
+def test_identity_is_no_encoding() -> None:
+    assert type(observer(events=True)) is EventStream
+    assert type(observer(events=True, encoding=b"Identity")) is EventStream
+    assert type(observer(events=False, encoding=b"identity")) is JsonBody
 
 
 # Answers in one piece
@@ -427,10 +829,24 @@ def test_odd_usage_counts_nothing(usage: Any) -> None:
         assert (seen.tokens, seen.prompt_tokens) == (0, 0)
 
 
-@pytest.mark.parametrize("raw", [b"", b"{bad", b"[1]", b"null", b'"error"', b"\xff"])
+@pytest.mark.parametrize("raw", [b"", b"[1]", b"null", b'"error"', b"\xff", b"ID3\x04"])
 def test_a_body_that_is_no_object_passes(raw: bytes) -> None:
     seen: Observed = whole(raw, 3)
     assert (seen.tokens, seen.error, seen.ended) == (0, None, True)
+
+
+def test_json_that_stops_in_its_middle_has_not_ended() -> None:
+    raw = answer(10)
+    assert whole(raw + b"\r\n ", 7).ended
+    for size in range(1, len(raw)):
+        assert not whole(raw[:size], 4096).ended, raw[:size]
+
+
+def test_large_json_that_stops_in_its_middle_has_not_ended() -> None:
+    raw = answer(100_000)
+    assert whole(raw + b"\n ", 65_536).ended
+    for missing in (2, 10, 30, 1000, 20_000):  # an inner end looks like the last one
+        assert not whole(raw[:-missing], 65_536).ended, raw[-missing:][:50]
 
 
 def test_an_error_in_a_whole_answer_is_seen() -> None:
