@@ -256,6 +256,8 @@ class Leases:
         node_id = record.partition(" ")[0]
         if ending.outcome is Outcome.FAILED:
             self._local.failed(node_id)
+        elif ending.outcome is Outcome.SATURATED:
+            self._local.cool(node_id, ending.cool_ms / 1000)
         elif ending.outcome is Outcome.OK:
             self._local.answered(node_id)
 

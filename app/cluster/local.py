@@ -32,6 +32,7 @@ class Local:
         self._now = now
         self._streak: Counter[str] = Counter()
         self._open_until: dict[str, float] = {}
+        self._cooling_until: dict[str, float] = {}
         self.own: Counter[str] = Counter()
 
     def pick(
@@ -48,9 +49,9 @@ class Local:
         if not untried:
             return Refusal("spent", 0)
         now = self._now()
-        closed = [n for n in untried if self._open_until.get(n.id, 0.0) <= now]
+        closed = [n for n in untried if self._back_at(n.id) <= now]
         if not closed:
-            until = min(self._open_until[n.id] for n in untried)
+            until = min(self._back_at(n.id) for n in untried)
             return Refusal("down", int((until - now) * 1000) + 1)
         share = max(1, replicas)
         free = [n for n in closed if self.own[n.id] < max(1, n.capacity // share)]
@@ -62,6 +63,9 @@ class Local:
     def _score(self, node: Node, replicas: int) -> float:
         return (node.base or node.weight) / (self.own[node.id] * replicas + 1)
 
+    def _back_at(self, node_id: str) -> float:
+        return max(self._open_until.get(node_id, 0.0), self._cooling_until.get(node_id, 0.0))
+
     def failed(self, node_id: str) -> None:
         """Count a failure that Redis cannot count now; a streak opens the circuit here."""
         self._streak[node_id] += 1
@@ -69,6 +73,11 @@ class Local:
         if over >= 0:
             open_s = min(self._open_s * 2**over, self._open_max_s)
             self._open_until[node_id] = self._now() + open_s * (1 + 0.2 * self._chance())
+
+    def cool(self, node_id: str, seconds: float) -> None:
+        """A saturated node is left alone for as long as it asked; neither failure nor success."""
+        until = self._now() + seconds
+        self._cooling_until[node_id] = max(until, self._cooling_until.get(node_id, 0.0))
 
     def answered(self, node_id: str) -> None:
         """A good answer ends the streak."""
@@ -79,3 +88,4 @@ class Local:
         """Shared state is back: its circuits count, these do not."""
         self._streak.clear()
         self._open_until.clear()
+        self._cooling_until.clear()

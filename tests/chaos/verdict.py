@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from tests.chaos.truth import Truth
 
 _SEED = 1  # of the fake nodes
+# A replica that says that it is alone has this long to find back (a frozen one cannot look).
+_BACK_S = 5.0
 _PICTURE_S = 6.0  # age of what a replica without shared state remembers of it, at most
 
 
@@ -184,7 +186,10 @@ def explain(exchange: Exchange, outcome: Outcome, truth: Truth, watch: CounterWa
     if not left:
         return "nodes"
     samples = watch.between(start - 0.1, end + 0.1)  # a refusal takes less than a look's period
-    away = truth.redis_away(start - 1.0, end, exchange.replica)
+    away = truth.redis_away(start - 1.0, end, exchange.replica) or (
+        "x-leaseway-degraded" in exchange.headers
+        and truth.redis_away(start - _BACK_S, end, exchange.replica)
+    )
     recovering = truth.faulty_nodes(start - RECOVERY_S, end)
     unseen = truth.faulty_nodes(start - ALONE_RECOVERY_S, end) if away else set()
     left -= {n for n in left & recovering if n in unseen or _seen_not_well(samples, n)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import ApiError
-from app.gateway.inspect import ROUTES, inspect, replace_value
+from app.gateway.inspect import inspect
+from app.gateway.routes import ROUTES
+from app.gateway.splice import replace_value
 
 CHAT = ROUTES["/v1/chat/completions"]
 JSON = b"application/json"
@@ -109,7 +113,7 @@ def bodies(draw: st.DrawFn) -> Body:
 @given(bodies(), TEXTS)
 def test_only_the_top_level_models_bytes_change(body: Body, model: str) -> None:
     before = body.joined(list(body.models))
-    after = replace_value(before, "model", model)
+    after = replace_value(before, "model", orjson.dumps(model))
     assert after == body.joined([orjson.dumps(model)] * len(body.models))
     assert orjson.loads(after) == {**orjson.loads(before), "model": model}
 
@@ -127,7 +131,7 @@ def test_nested_models_are_left_alone() -> None:
         b'{"a":{"model":"in"},"model" : "gpt","b":[{"model":"in"},"model","x"],'
         b'"c":"\\"model\\":\\"in\\"","model":"gpt"}'
     )
-    assert replace_value(body, "model", "served") == (
+    assert replace_value(body, "model", b'"served"') == (
         b'{"a":{"model":"in"},"model" : "served","b":[{"model":"in"},"model","x"],'
         b'"c":"\\"model\\":\\"in\\"","model":"served"}'
     )
@@ -155,6 +159,52 @@ def test_the_prompt_is_estimated_from_the_bytes() -> None:
     assert inspect(CHAT, JSON, b'{"model":"m"}', {}).prompt_tokens == 3
     padded = b'{"model":"m","prompt":"' + b"x" * 4000 + b'"}'
     assert 1000 <= inspect(CHAT, JSON, padded, {}).prompt_tokens <= 1010
+
+
+MEDIA = base64.b64encode(random.Random(1).randbytes(300_000)).decode()
+PARTS: dict[str, tuple[Any, int]] = {  # a part of a message, and what else than text it holds
+    "image": (
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{MEDIA}"}},
+        400_000,
+    ),
+    "audio": ({"type": "input_audio", "input_audio": {"data": MEDIA, "format": "wav"}}, 400_000),
+    "file": ({"type": "file", "file": {"file_data": MEDIA}}, 400_000),
+    "text": ({"type": "text", "text": "some words " * 30_000}, 0),
+    "text without spaces": ({"type": "text", "text": "没有空格的文字" * 20_000}, 0),
+    "token ids": ([[1, 2, 3]] * 30_000, 0),
+    "deep": ([*orjson.loads("[" * 900 + "]" * 900), "words " * 9000], 0),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_is_not_text_does_not_count_as_prompt(name: str) -> None:
+    part, media = PARTS[name]
+    body = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]})
+    right = (len(body) - media) // 4
+    assert abs(inspect(CHAT, JSON, body, {}).prompt_tokens - right) < 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({}, 0),
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 9}, 9),
+        ({"max_output_tokens": 11}, 11),
+        ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
+        ({"max_tokens": None}, 0),
+        ({"max_tokens": -5}, 0),
+        ({"max_tokens": True}, 0),
+        ({"max_tokens": "7"}, 0),
+        ({"max_tokens": 7.5}, 0),
+        ({"max_tokens": 2**62}, 2**62),
+    ],
+)
+def test_the_most_that_may_be_generated_is_what_the_client_says(
+    fields: dict[str, Any], most: int
+) -> None:
+    body = orjson.dumps({"model": "m", **fields})
+    assert inspect(CHAT, JSON, body, {}).max_output_tokens == most
 
 
 BAD: dict[str, tuple[bytes, dict[str, Any]]] = {
