@@ -76,10 +76,12 @@ class Refusal:
 
     ``reason``: ``unknown`` (no node serves the model), ``down`` (nodes serve it, none is
     usable), ``full`` (usable nodes are at capacity), ``spent`` (every usable node was tried).
+    ``degraded`` says that the replica decided alone, without Redis.
     """
 
     reason: str
     retry_ms: int
+    degraded: bool = False
 
 
 @dataclass(slots=True)

@@ -13,13 +13,15 @@ local function let_in(node, now)
 end
 
 local function settle(node, lease, outcome, cool_ms, chance, n, now)
-  -- Back-off doubles up to its bound, spread by chance: nodes that fell together do not all come
-  -- back in the same instant.
+  -- Back-off doubles up to its bound. The first time is exact: one request finds out, whatever
+  -- many wait for it. Later ones are spread by chance: nodes that stay down together are not all
+  -- tried in the same instant for ever.
   local function trip(cause)
     node.circuit, node.trial, node.opens, node.tripped_at_ms = 'open', '', node.opens + 1, now
     node.cause = cause
     local ms = math.min(OPEN_MS * 2 ^ math.min(node.opens - 1, 20), OPEN_MAX_MS)
-    due(node, math.max(node.cooling_until_ms, now + math.floor(ms * (1 + 0.2 * chance))))
+    if node.opens > 1 then ms = math.floor(ms * (1 + 0.2 * chance)) end
+    due(node, math.max(node.cooling_until_ms, now + ms))
   end
   -- A trial that told nothing (client left, node busy) frees its place for the next request.
   local function free_trial(at_ms)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
@@ -190,7 +190,7 @@ class Leases:
         registry = self._registry
         node = self._local.pick(ask.model, registry.nodes.values(), registry.replicas, tried)
         if isinstance(node, Refusal):
-            raise Refused(node)
+            raise Refused(replace(node, degraded=True))
         lease_id = self._mint()
         record = f"{node.id} {node.epoch} {self._redis_ms()} {ask.prompt_tokens}"
         self._alone.add(lease_id)
@@ -394,7 +394,13 @@ class Lease:
         Raises ``Refused`` (the old lease is ended all the same).
         """
         self._ended = True
-        self._now_on(await self._leases._move(self._ask, self.grant.lease_id, failure, self.tried))
+        try:
+            self._now_on(
+                await self._leases._move(self._ask, self.grant.lease_id, failure, self.tried)
+            )
+        except Refused as exc:
+            self.grant.degraded |= exc.refusal.degraded
+            raise
         self._ended = False
 
     def _now_on(self, granted: tuple[Grant, Node]) -> None:

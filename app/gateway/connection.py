@@ -8,6 +8,9 @@ the client leaves. HTTP/1.1: RFC 9112.
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+import sys
 from time import monotonic
 from typing import TYPE_CHECKING, cast
 
@@ -23,8 +26,10 @@ Headers = list[tuple[bytes, bytes]]
 
 _HEAD_BYTES = 256 * 1024
 _READ_AHEAD_BYTES = 256 * 1024  # what a slow client may leave unread before the node is stalled
-# A reused connection that closes within this time without a byte was closed while idle.
+# A reused connection that closes within this time without a byte was closed while idle; and so
+# was its node, if nothing of the request has arrived by then.
 _STALE_WITHIN_S = 1.0
+_U32 = struct.Struct("@I")
 
 
 class StaleConnection(Exception):  # noqa: N818 - a race, not a fault (RFC 9112, 9.3.1)
@@ -82,7 +87,10 @@ class NodeConnection(asyncio.Protocol):
         self._reset()
         self.uses += 1
         self._sent_at = monotonic()
-        self.be_patient(patience_s)
+        self._patience_s = patience_s
+        # A machine that died while its connection was idle closes nothing and answers nothing: an
+        # early look tells it from one that thinks.
+        self._arm(patience_s if self.uses == 1 else min(patience_s, _STALE_WITHIN_S))
         self._transport.write(request + body if len(body) < 65_536 else request)
         if len(body) >= 65_536:
             self._transport.write(body)
@@ -197,12 +205,30 @@ class NodeConnection(asyncio.Protocol):
         if self._paused or late or now < self._deadline:
             self._timer = self._loop.call_at(max(self._deadline, now + 0.05), self._tick)
             return
+        rest_s = 0.0 if self._heard else self._patience_s - (monotonic() - self._sent_at)
         if self._complete or not self.uses:
             self.abort()  # idle in the pool for long enough
+        elif rest_s > 0.01 and self.uses > 1 and self._unreached():
+            self._fail(StaleConnection())
+            for idle in [self, *self._home]:  # they lead to the same place
+                idle.abort()
+        elif rest_s > 0.01:
+            self._arm(rest_s)
         else:
             kind = "stall" if self._heard else "first_byte_timeout"
             self._fail(Broken(kind, f"the node was silent for {self._patience_s:g} s"))
             self.abort()
+
+    def _unreached(self) -> bool:
+        """Whether nothing has come back since the request was sent, not even TCP's word that a
+        part of it has arrived (``struct tcp_info`` of Linux; elsewhere nobody knows)."""
+        if sys.platform != "linux" or self._transport is None:
+            return False
+        sock = self._transport.get_extra_info("socket")
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+        (unacknowledged,), (last_word_ms,) = _U32.unpack_from(info, 24), _U32.unpack_from(info, 56)
+        waited_ms = (monotonic() - self._sent_at) * 1000
+        return bool(unacknowledged) and last_word_ms >= waited_ms
 
     # asyncio.Protocol
 

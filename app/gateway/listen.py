@@ -85,8 +85,6 @@ class ClientProtocol(asyncio.Protocol):
         self.app_state = app_state
         self._loop = _loop or asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        # What follows a request with `Connection: close` is dropped, not an error.
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._transport: asyncio.Transport = cast("asyncio.Transport", None)
         self._timer: asyncio.TimerHandle | None = None
         self._drain: asyncio.Future[None] | None = None
@@ -376,7 +374,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reading is None:  # else it is a trailer, which is no header (RFC 9110, 6.5.1)
-            self._headers.append((name.lower(), value))
+            self._headers.append((name.lower(), value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
         method, version = self._parser.get_method().decode(), self._parser.get_http_version()

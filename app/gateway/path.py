@@ -272,6 +272,7 @@ def _refused(call: Call, refusal: Refusal) -> ApiError:
         kind="rate_limit_error" if full else "server_error",
         code="at_capacity" if full else "no_node_available",
         retry_after_s=max(refusal.retry_ms, 1000) / 1000,
+        headers=[(b"x-leaseway-degraded", b"1")] if refusal.degraded else None,
     )
 
 

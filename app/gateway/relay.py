@@ -81,9 +81,13 @@ class Relay:
             observed.conclude()
             if observed.error is not None:  # perhaps why the client left
                 self._end_failed(lease, call, answer)
+            elif isinstance(observed, EventStream) and observed.over:
+                # Its last word has gone out, and many a client leaves at that: the answer is whole.
+                self._end(lease, call, answer, _decode_us(lease, first_at))
+            else:
+                self._metrics.book_tokens(call.model, observed.prompt_tokens, observed.tokens)
             raise
-        decode_us = int((lease.heard_at - first_at) * 1e6) if first_at else 0
-        self._end(lease, call, answer, decode_us)
+        self._end(lease, call, answer, _decode_us(lease, first_at))
         await client.finish(ready)
 
     def _end(self, lease: Lease, call: Call, answer: Answer, decode_us: int) -> None:
@@ -141,6 +145,11 @@ class Relay:
             await client.finish(error_event(error, client.shape))
         # Otherwise the transfer ends unfinished: the server closes the connection, and the
         # client's HTTP library reports the cut.
+
+
+def _decode_us(lease: Lease, first_at: float) -> int:
+    """How long the node has decoded since its first token, 0 when there was none."""
+    return int((lease.heard_at - first_at) * 1e6) if first_at else 0
 
 
 def _headers(lease: Lease, answer: Answer, request_id: bytes) -> Headers:

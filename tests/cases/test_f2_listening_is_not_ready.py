@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 INTERVAL_S = 0.5
 # With floor and prior above every time that is measured here all usable nodes are equal: what
 # is shown is who may be used, not who is fast.
-EQUAL = {"ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000}
+EQUAL = {"policy": "ttft", "ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000}
 WELL = sse_answer(answer_of(2))
 LOADING = {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
 HTML = [(b"content-type", b"text/html")]
@@ -100,11 +100,16 @@ async def endless(request: Request, peer: Peer) -> None:
         await peer.sleep(0.1)
 
 
+offered: list[int] = []  # bytes of the huge page that were taken, one number a probe
+
+
 async def huge(request: Request, peer: Peer) -> None:
     """As much as the reader takes."""
+    offered.append(0)
     await peer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n[")
     while True:
         await peer.write(b"0," * 32_768)
+        offered[-1] += 65_536
 
 
 STRANGERS: dict[str, Script] = {
@@ -230,6 +235,7 @@ def test_no_request_reaches_a_node_before_it_is_ready_and_all_are_used_soon_afte
         assert node.asked
         assert not node.requests
     assert usable() == shapes
+    assert max(offered) < 32 * 1024 * 1024, "nobody reads a page without end"
 
 
 def test_a_good_node_whose_place_a_web_server_takes_is_out(

@@ -37,7 +37,7 @@ OPEN_S, CONNECT_S, FIRST_TOKEN_S, TTL_S = 0.3, 0.3, 0.7, 1.0
 TRIAL_S = CONNECT_S + FIRST_TOKEN_S  # no trial is waited for longer
 # Floor and prior above every time that is measured here: all usable nodes are equal.
 SMALL: dict[str, Any] = {
-    "scoring": {"ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000},
+    "scoring": {"policy": "ttft", "ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000},
     "leases": {"ttl_s": TTL_S},
     "circuit": {"open_s": OPEN_S},
     "timeouts": {"connect_s": CONNECT_S, "first_token_s": FIRST_TOKEN_S},

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 INTERVAL_S = CONNECT_S = 0.5
 NAME = "b1.nodes.test"
-EQUAL = {"ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000}
+EQUAL = {"policy": "ttft", "ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000}
 
 
 def until(ended: threading.Event) -> Script:
@@ -219,7 +219,7 @@ def test_a_node_that_is_removed_gets_nothing_new_its_streams_finish_and_its_keys
         with RawClient(gw1.port) as leaves:
             # The one that starts last has the last word on what is configured.
             gw2 = gateway([b1], capacity=64, **sections)  # type: ignore[arg-type]
-            b1.script = sse_answer(answer_of(2))
+            b1.script = b2.script = sse_answer(answer_of(2))
             probes = b2.probes
             for _ in range(30):
                 for gw in (gw1, gw2):
@@ -258,7 +258,7 @@ def test_a_node_that_was_removed_while_a_replica_stood_still_does_not_come_back_
         )
         wait_until(lambda: not keys_of(valkey, "b2"), within_s=2, what="b2's keys are gone")
         old.signal(signal.SIGCONT)
-        b1.script = sse_answer(answer_of(2))
+        b1.script = b2.script = sse_answer(answer_of(2))
         asked = len(b2.requests)
         wait_until(
             lambda: state.snapshot(valkey).replicas == {"new", "old"}, within_s=3, what="it is back"

@@ -151,6 +151,14 @@ def test_a_missing_end_and_an_error_are_recognised_in(bench: Bench, style: str) 
     assert client.body.count(b'data: {"error":') == 1
 
 
+def test_a_bom_does_not_hide_the_event_behind_it(bench: Bench) -> None:
+    bom = b"\xef\xbb\xbf"
+    raw = bom + content_event("a") + DONE
+    assert replay(bench, raw, "bytes", sized=True) == Booked(output=1, samples=1, ok=1)
+    raw = bom + DONE
+    assert replay(bench, raw, "whole", sized=False) == Booked(ok=1)
+
+
 def test_an_event_of_another_kind_is_no_token_and_no_end(bench: Bench) -> None:
     others = [
         b"event: ping\ndata: {}\n\n",

@@ -153,6 +153,13 @@ def test_a_replica_alone_refuses_when_its_shares_are_full() -> None:
     assert explain(seen, Outcome("error", "at_capacity"), one, watch()) == ""
 
 
+def test_a_replica_that_says_that_it_is_alone_has_five_seconds_to_find_back() -> None:
+    alone = exchange(status=429, neighbours=CAPACITY, headers={"x-leaseway-degraded": "1"})
+    for ended, rule in ((97, "capacity"), (94, "")):
+        faults = truth(*node_faults(*NODES[:3]), Window("relay.pause", "r0", 90, ended))
+        assert explain(alone, Outcome("error", "at_capacity"), faults, watch()) == rule
+
+
 def test_a_model_that_exists_is_never_unknown() -> None:
     unknown = Outcome("error", "model_not_found")
     assert explain(exchange(status=404), unknown, truth(*node_faults(*NODES)), watch()) == ""

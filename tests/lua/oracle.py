@@ -488,11 +488,12 @@ class Oracle:
         node.look_again(node.cooling_ms if node.cooling_ms > now else None)
 
     def _trip(self, node: Node, cause: str, chance: float, now: int) -> None:
-        """Open: 2 s, doubled each time up to 60 s, and up to a fifth more by chance."""
+        """Open: 2 s, then doubled each time up to 60 s, and up to a fifth more by chance."""
         ms = min(self.tuning.open_ms * 2**node.opens, self.tuning.open_max_ms)
+        more = 1 + 0.2 * chance if node.opens else 1.0
         node.circuit, node.cause, node.trial, node.tripped_ms = "open", cause, "", now
         node.opens += 1
-        node.look_again(max(node.cooling_ms, now + math.floor(ms * (1 + 0.2 * chance))))
+        node.look_again(max(node.cooling_ms, now + math.floor(ms * more)))
 
     # renew, reassert, reap
 

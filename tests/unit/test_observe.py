@@ -350,8 +350,8 @@ def test_any_mixture_of_line_ends_passes_unchanged(parts: list[bytes], data: st.
 
 PARTS = [
     b"\r", b"\n", b"\n\n", b"data: ", b"data:{", b'{"choices":[', b'{"error":', b'"x"}', b"}]}",
-    b": x", b'"usage":{"prompt_tokens":7}', b"event: error", b"[DONE]", b"\xef\xbb\xbf", b"\xff", b"\x00",
-    *(stream(event) for event in (ROLE, *PLAIN[1:3], chunk(None, usage=USAGE), '{"error":"x"}')),
+    b": x", b'"usage":{"prompt_tokens":7}', b"event: error", b"[DONE]", b"\xef\xbb\xbf", b"\xff",
+    b"\x00", *map(stream, (ROLE, *PLAIN[1:3], chunk(None, usage=USAGE), '{"error":"x"}')),
 ]  # fmt: skip
 
 

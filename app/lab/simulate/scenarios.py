@@ -133,12 +133,12 @@ _ALL = (
     Scenario(
         name="prefix",
         about="8 A100, conversations of several turns",
-        specs=EQUAL, load=0.7, requests=12_000, sessions=True, warm_up=0.2,
+        specs=EQUAL, load=0.7, requests=12_000, sessions=True, warm_up=0.3,
     ),
     Scenario(
         name="prefix_fleet",
         about="the twelve, conversations of several turns",
-        specs=TWELVE, load=0.7, requests=12_000, sessions=True, warm_up=0.2,
+        specs=TWELVE, load=0.7, requests=12_000, sessions=True, warm_up=0.3,
     ),
 )  # fmt: skip
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}

@@ -107,8 +107,7 @@ def chat(chance: Random) -> tuple[int, int, float]:
 
 def conversation(chance: Random) -> tuple[int, int, float]:
     """One turn of `Sessions`, for their saturated throughput."""
-    source = Sessions(1, 1.0, 1, chance.randrange(1 << 30))
-    call = source.some_turn(chance)
+    call = Sessions(1, 1.0, 1, 0).some_turn(chance.randrange(1 << 30), 0.0, chance)
     return call.prompt, call.output, GENERATED_OUTPUT
 
 
@@ -175,57 +174,72 @@ class Sessions:
     """Conversations: each turn sends the whole one again, with a new message behind it.
 
     Sessions begin by chance; a group of them shares its system prompt. Turns follow when the answer
-    has been read. Messages are lognormal, 120 tokens up to 2,000; answers as in the usual mix.
+    has been read. Messages are lognormal, 120 tokens up to 2,000; answers as in the usual mix. Some
+    sessions are under way at the start, as many as there will be: the load is even from there on.
     """
 
-    TURNS = 4.0  # of a session, on average (geometric)
+    TURNS = 4.0  # of a session, on average (geometric: how many are behind it says nothing)
     GROUPS = 20
     SYSTEM = 300
     THINK_MS = 60_000.0
     MESSAGE_MEDIAN, MESSAGE_SIGMA, MESSAGE_CAP = 120, 0.8, 2000
 
     def __init__(self, requests: int, per_s: float, replicas: int, seed: int) -> None:
+        self._seed = seed
         self._chance = Random(f"{seed}:arrivals")
-        self._requests = requests
-        self._per_ms = per_s / self.TURNS / 1000
+        self._per_ms = per_s / 1000
+        self._end_ms = requests / self._per_ms
         self._replicas = replicas
         self._number = 0
 
-    def some_turn(self, chance: Random) -> Call:
-        """A turn of a session, any of them alike."""
-        session = chance.randrange(1 << 30)
-        call = self._turn(0.0, session, 0, 0, self.SYSTEM)
-        while chance.random() >= 1 / self.TURNS:
-            call = self._turn(0.0, session, 0, call.turn + 1, call.prompt + call.output)
+    def some_turn(self, session: int, at_ms: float, chance: Random, least: int = 0) -> Call:
+        """A turn of a session, any of them alike, or any from the `least`-th on."""
+        call = self._turn(at_ms, session, chance.randrange(self.GROUPS), 0, self.SYSTEM)
+        while call.turn < least or chance.random() >= 1 / self.TURNS:
+            history = call.prompt + call.output
+            call = self._turn(at_ms, session, call.group, call.turn + 1, history)
         return call
 
     def first(self) -> list[Call]:
-        at_ms, calls = 0.0, []
-        for session in range(round(self._requests / self.TURNS)):
-            at_ms += self._chance.expovariate(self._per_ms)
-            group = self._chance.randrange(self.GROUPS)
+        chance, session = self._chance, 0
+        thinking = self._per_ms * (1 - 1 / self.TURNS) * self.THINK_MS  # by Little's law
+        calls = []
+        for session in range(round(thinking)):
+            at_ms = chance.expovariate(1 / self.THINK_MS)
+            calls.append(self.some_turn(session, at_ms, chance, least=1))
+        at_ms = chance.expovariate(self._per_ms / self.TURNS)
+        while at_ms < self._end_ms:
+            session += 1
+            group = chance.randrange(self.GROUPS)
             calls.append(self._turn(at_ms, session, group, 0, self.SYSTEM))
-        return calls
+            at_ms += chance.expovariate(self._per_ms / self.TURNS)
+        return [self._numbered(call) for call in calls if call.at_ms < self._end_ms]
 
     def then(self, call: Call, now_ms: float) -> Call | None:
         # Drawn from the session's own chance: what it does must not depend on when others end.
-        chance = Random(f"{call.client}:{call.turn}")
+        chance = Random(f"{self._seed}:{call.client}:{call.turn}")
         if chance.random() < 1 / self.TURNS:
             return None
         at_ms = now_ms + chance.expovariate(1 / self.THINK_MS)
+        if at_ms >= self._end_ms:
+            return None
         history = call.prompt + call.output
-        return self._turn(at_ms, call.client, call.group, call.turn + 1, history)
+        return self._numbered(self._turn(at_ms, call.client, call.group, call.turn + 1, history))
+
+    def _numbered(self, call: Call) -> Call:
+        call.number = self._number
+        self._number += 1
+        return call
 
     def _turn(self, at_ms: float, session: int, group: int, turn: int, history: int) -> Call:
-        chance = Random(f"{session}:{turn}:sizes")
+        chance = Random(f"{self._seed}:{session}:{turn}:sizes")
         drawn = round(chance.lognormvariate(math.log(self.MESSAGE_MEDIAN), self.MESSAGE_SIGMA))
         message = min(self.MESSAGE_CAP, max(1, drawn))
-        call = Call(self._number, at_ms, history + message, draw_output_tokens(chance))
+        call = Call(0, at_ms, history + message, draw_output_tokens(chance))
         call.told_prompt = call.prompt * chance.uniform(0.9, 1.1)
         call.told_output = GENERATED_OUTPUT * chance.uniform(0.5, 1.5)
         call.replica = chance.randrange(self._replicas)
         call.client, call.group, call.turn = session, group, turn
-        self._number += 1
         return call
 
 
