@@ -306,7 +306,7 @@ class EventStream(Observed):
                 self._look(ready[start : start + small])
                 start += small
             else:
-                end = _first_boundary(ready, start + _EVENT_BYTES)
+                end = _first_boundary(ready, start + _EVENT_BYTES - 1)
                 self._head = ready[start : start + _END_BYTES]
                 self._end_large(ready[start:end])
                 start = end

@@ -77,7 +77,7 @@ class _Connection:
         self.closing = True
         self.client.lost()
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:  # noqa: ARG002 - the shape of the real one
         self._left_to_send -= 1
         if not self._left_to_send:
             self.slow = True
@@ -86,7 +86,7 @@ class _Connection:
     async def drained(self) -> None:
         await asyncio.Event().wait()
 
-    def answered(self, client: Client) -> None:
+    def answered(self, client: Client) -> None:  # noqa: ARG002
         self.answers += 1
 
 

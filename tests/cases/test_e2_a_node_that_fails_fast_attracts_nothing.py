@@ -32,10 +32,13 @@ from tests.support.rawnode import (
 from tests.support.servers import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import redis
 
     from tests.cases.conftest import StartGateway, StartNode
     from tests.support.rawnode import RawNode
+    from tests.support.servers import Gateway
 
 REQUESTS, AT_ONCE = 100, 10
 THRESHOLD, OPEN_S = 3, 2.0
@@ -79,6 +82,14 @@ BUSY = {"503 that says busy", "429"}  # it cools, and is asked again
 TOO_LATE = {"a token, then a reset", "a token, then an error event"}
 
 
+def _all_can_be_had(valkey: redis.Redis, gw: Gateway, models: Sequence[str]) -> None:
+    """Wait until every node has been probed well: the fast one has its fair chance."""
+    wait_until(
+        lambda: all(all(state.scores(valkey, model).values()) for model in models),
+        what=f"probed; log:\n{gw.log}",
+    )
+
+
 def _ask_all(
     port: int, n: int, at_once: int, *, model: str = "m", stream: bool = False
 ) -> Counter[str]:
@@ -114,6 +125,7 @@ def test_of_a_node_that_says_503_at_once_and_one_that_takes_its_time_the_second_
 ) -> None:
     b1, b2 = raw_node(json_answer(503, b"no", JSON)), raw_node(_slow())
     gw = gateway([b1, b2], capacity=64, retries={"max_attempts": max_attempts})
+    _all_can_be_had(valkey, gw, ["m"])
     ended = _ask_all(gw.port, REQUESTS, AT_ONCE)
     wait_until(lambda: state.unloaded(valkey), within_s=2, what="load = 0")
     _only_trials_after_the_trip(valkey, "b1", b1, AT_ONCE)
@@ -138,6 +150,8 @@ def test_however_a_node_fails_fast_it_gets_its_threshold_and_then_only_trials(
             nodes.append(raw_node(role))
             nodes[-1].models = (f"m{i}",)
     gw = gateway(nodes, capacity=64)
+
+    _all_can_be_had(valkey, gw, [f"m{i}" for i in range(len(kinds))])
 
     def run(i: int) -> Counter[str]:
         return _ask_all(gw.port, n, at_once, model=f"m{i}", stream=kinds[i][1][1])

@@ -134,9 +134,8 @@ def test_a_capacity_that_was_changed_counts_at_once_for_what_runs_and_for_what_c
         node.script = _until(may_end[1])
         hold(1)
         node.script = json_answer()
-        gw2 = gateway(
-            [node], capacity=2, timeouts=patient
-        )  # the operator lowers it under what is running
+        # The operator lowers it under what is running, and later raises it.
+        gw2 = gateway([node], capacity=2, timeouts=patient)
         for gw in (gw1, gw2):
             assert _served([ask(gw.port)]) == 0
         may_end[0].set()
@@ -144,12 +143,14 @@ def test_a_capacity_that_was_changed_counts_at_once_for_what_runs_and_for_what_c
         wait_until(lambda: state.load(valkey, "b1") == 1, within_s=2, what="three have ended")
         for gw in (gw1, gw2):
             assert ask(gw.port).status == 200
+            # The other replica may ask before this lease's release is with Redis.
+            wait_until(lambda: state.load(valkey, "b1") == 1, within_s=2, what="released")
         node.script = _until(may_end[2])
         hold(1)
         for gw in (gw1, gw2):
             assert _served([ask(gw.port)]) == 0, "two are running"
 
-        gw3 = gateway([node], capacity=6, timeouts=patient)  # and raises it
+        gw3 = gateway([node], capacity=6, timeouts=patient)
         node.max_open = 2
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(_at_once, [gw1, gw2, gw3], [chat()], 20)

@@ -63,15 +63,16 @@ class Bench:
 
     def ask(self, *, stream: bool) -> RawClient:
         # Without the question for counts, which is not the matter here.
-        more = {"stream_options": {"include_usage": False}} if stream else {}
-        client = ask(self.gw.port, chat(stream=stream, **more))
+        asked = {"include_usage": False}
+        body = chat(stream_options=asked) if stream else chat(stream=False)
+        client = ask(self.gw.port, body)
         wait_until(lambda: state.unloaded(self.valkey), what="load = 0")
         return client
 
-    def failures(self) -> int:
-        """Failed attempts so far."""
+    def attempts(self, outcome: str) -> int:
+        """Attempts that have ended so, so far."""
         page = ask(self.gw.port, b"GET /metrics HTTP/1.1\r\nhost: g\r\n\r\n").body.decode()
-        lines = [line for line in page.splitlines() if 'outcome="failed"' in line]
+        lines = [line for line in page.splitlines() if f'outcome="{outcome}"' in line]
         return sum(int(float(line.rpartition(" ")[2])) for line in lines if "_total{" in line)
 
 
@@ -109,12 +110,12 @@ BAD_200: dict[str, tuple[bytes, bool]] = {
 def test_a_200_that_says_nothing_or_half_is_asked_of_another_node(bench: Bench, name: str) -> None:
     bad, stream = BAD_200[name]
     bench.first_then(raw_answer(bad), json_answer())
-    failures = bench.failures()
+    failed, ok = bench.attempts("failed"), bench.attempts("ok")
     client = bench.ask(stream=stream)
     assert (client.status, client.json()) == (200, COMPLETION)
     assert client.headers[b"x-leaseway-attempts"] == b"2"
     assert [len(node.requests) for node in bench.nodes] == [1, 1]
-    assert bench.failures() == failures + 1
+    assert (bench.attempts("failed"), bench.attempts("ok")) == (failed + 1, ok + 1)
 
 
 @pytest.mark.parametrize("name", BAD_200)
@@ -123,7 +124,7 @@ def test_when_no_node_does_better_the_client_is_told_or_gets_what_the_node_said(
 ) -> None:
     bad, stream = BAD_200[name]
     bench.first_then(raw_answer(bad), raw_answer(bad))
-    failures = bench.failures()
+    failed, ok = bench.attempts("failed"), bench.attempts("ok")
     client = bench.ask(stream=stream)
     assert client.complete
     said = {
@@ -136,7 +137,7 @@ def test_when_no_node_does_better_the_client_is_told_or_gets_what_the_node_said(
     else:
         assert client.status == 502
         assert client.json()["error"]["type"] == "upstream_error"
-    assert bench.failures() == failures + 2
+    assert (bench.attempts("failed"), bench.attempts("ok")) == (failed + 2, ok)
 
 
 # In a stream: what the node ended properly passes as it is
@@ -156,11 +157,11 @@ def test_nothing_is_invented_for_a_stream_that_its_node_has_ended(bench: Bench, 
     parts = PROPER_ENDS[name]
     answer = STREAM_HEAD + CHUNKED + b"".join(map(chunk, parts)) + b"0\r\n\r\n"
     bench.first_then(raw_answer(answer), json_answer(500))
-    failures = bench.failures()
+    failed, ok = bench.attempts("failed"), bench.attempts("ok")
     client = bench.ask(stream=True)
     assert client.complete
     assert client.body == b"".join(parts)
-    assert bench.failures() == failures
+    assert (bench.attempts("failed"), bench.attempts("ok")) == (failed, ok + 1)
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 500, 503])
@@ -170,6 +171,7 @@ def test_the_nodes_status_body_and_retry_after_are_the_clients(bench: Bench, sta
     headers = [*JSON, (b"retry-after", wait), (b"x-ratelimit-remaining-tokens", b"0")]
     bench.first_then(json_answer(status, told, headers), json_answer(status, told, headers))
     for stream in (False, True):
+        wait_until(lambda: min(state.scores(bench.valkey).values()) > 0, what="both may be asked")
         client = bench.ask(stream=stream)
         assert (client.status, client.json()) == (status, told)
         assert client.headers[b"retry-after"] == wait

@@ -269,6 +269,16 @@ def test_work_that_is_no_generation_leaves_no_ttft_sample(bench: Bench, path: st
     assert state.record(bench.valkey, "b1")["samples"] == before
 
 
+def test_a_stream_that_is_no_generation_leaves_no_ttft_sample(bench: Bench) -> None:
+    events = b'data: {"type":"transcript.text.delta","delta":"a"}\n\n' * 3
+    bench.node.script = raw_answer(sized(200, events, [(b"content-type", b"text/event-stream")]))
+    before = state.record(bench.valkey, "b1")["samples"]
+    client = ask(bench.gw.port, request(FORMS[0], body_of(FORMS[0], "m")))
+    assert client.body == events
+    wait_until(lambda: state.unloaded(bench.valkey), what="load = 0")
+    assert state.record(bench.valkey, "b1")["samples"] == before
+
+
 def test_one_pass_over_a_prompt_leaves_a_ttft_sample(bench: Bench) -> None:
     before = int(state.record(bench.valkey, "b1")["samples"])
     ask(bench.gw.port, request("/v1/embeddings", body_of("/v1/embeddings", "m")))
@@ -324,6 +334,15 @@ def test_a_stream_that_breaks_off_ends_with_an_error_in_the_shape_of_its_route(
     else:
         assert told["error"]["code"] == "truncated"
         assert told.get("type") == name
+
+
+# The control plane's requests are small
+
+
+def test_the_control_plane_takes_small_bodies_only(bench: Bench) -> None:
+    for size, status in ((1024 * 1024, 405), (1024 * 1024 + 1, 413)):
+        client = ask(bench.gw.port, request("/admin/nodes", b"x" * size))
+        assert client.status == status, client.body
 
 
 # Models, HEAD, OPTIONS

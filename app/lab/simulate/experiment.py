@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from app.cluster.embedded import die_with_parent
 from app.errors import ConfigError
 from app.lab.simulate.fleet import read
 from app.lab.simulate.plot import draw
@@ -121,7 +122,8 @@ def _done(jobs: Sequence[Job]) -> Iterator[Row]:
         yield from map(simulated, jobs)
         return
     # Spawned: a fork would copy the locks of whatever threads the caller runs.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=die_with_parent) as pool:
         try:
             yield from pool.map(simulated, jobs)
         except BaseException:
