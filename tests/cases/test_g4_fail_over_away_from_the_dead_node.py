@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 THRESHOLD = 3
 ONE_BY_ONE = AT_ONCE = 50
 SLOWER_S = 0.06  # than the node that is preferred
+WEIGHTS = (16, 4, 1)
 MODELS = ["one by one", "at once", "two are gone", "all are gone"]
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Three nodes of one model behind one replica; the first is by far the fastest."""
+    """Three nodes of one model behind one replica; the first is preferred, then the second."""
 
     model: str
     valkey: redis.Redis
@@ -46,18 +47,12 @@ class Fleet:
         return ask(self.gateway.port, chat(model=self.model, stream=False))
 
     def prefers_the_first(self) -> None:
-        """Requests, several at once, have shown how fast they are."""
-
-        def shown() -> bool:
-            with ThreadPoolExecutor(6) as pool:
-                assert {done.status for done in pool.map(self.ask, range(6))} == {200}
-            scores = state.scores(self.valkey, self.model)
-            samples = [int(state.record(self.valkey, i).get("samples", 0)) for i in self.ids]
-            return min(samples) > 0 and scores[self.ids[0]] == max(scores.values())
-
-        wait_until(shown, what="the first one is preferred")
-        wait_until(lambda: state.unloaded(self.valkey), within_s=2, what="load = 0")
+        """All have been probed, and who comes goes to the first one."""
+        wait_until(lambda: all(state.scores(self.valkey, self.model).values()), what="probed")
+        scores = state.scores(self.valkey, self.model)
+        assert sorted(self.ids, key=lambda i: -scores[i]) == self.ids
         assert self.ask().headers[b"x-leaseway-node"].decode() == self.ids[0]
+        wait_until(lambda: state.unloaded(self.valkey), within_s=2, what="load = 0")
 
     def failed(self) -> list[int]:
         """Failed attempts on each node so far."""
@@ -110,6 +105,8 @@ def served(
         health={"interval_s": 3600},
         scoring={"policy": "ttft", "idle_after_s": 3600},
     )
+    for i, node in enumerate(settings["nodes"]):
+        node["weight"] = WEIGHTS[i % 3]
     gw = stack.enter_context(Gateway(settings, server.url))
     return [
         Fleet(model, valkey, gw, nodes, [f"b{3 * i + n}" for n in (1, 2, 3)])
