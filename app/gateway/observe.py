@@ -452,7 +452,7 @@ def observer(
 def _read(event: bytes) -> tuple[str, bytes]:
     """Name and data of an event whose lines end in LF; ``error: …`` is llama.cpp's own field."""
     name, data = "", []
-    for line in event.removeprefix(_BOM).split(b"\n"):
+    for line in event.lstrip(b"\n").removeprefix(_BOM).split(b"\n"):
         field, _, value = line.partition(b":")
         if field == b"data":
             data.append(value)
