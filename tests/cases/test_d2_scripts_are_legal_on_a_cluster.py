@@ -17,8 +17,10 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from app.admission.keys import hash_key
 from app.cluster.embedded import free_port
 from app.cluster.scripts import VERBS
+from tests.cases.conftest import small_settings
 from tests.cases.test_a1_release_survives_cancellation import (  # noqa: F401 - collected here too
     test_a_release_that_could_not_be_sent_is_kept_and_sent_when_redis_is_back,
 )
@@ -32,7 +34,7 @@ from tests.support import state
 from tests.support.rawclient import RawClient, ask, chat
 from tests.support.rawnode import events, json_answer, sse_answer, stream_forever
 from tests.support.redis_ha import ask_once, load, wait_shared
-from tests.support.servers import ValkeyServer, wait_until
+from tests.support.servers import Gateway, ValkeyServer, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,6 +103,14 @@ def test_every_key_of_every_script_call_of_fifty_requests_is_in_one_slot(
             wait_until(lambda: len(state.leases(valkey)) == 1, within_s=3, what="put back")
             state.assert_counters_equal_leases(valkey)
         wait_until(lambda: state.unloaded(valkey), within_s=2, what="load = 0")
+        key = {"name": "k", "hash": hash_key("sk-k"), "rpm": 5, "tpm": 1000}
+        limited = small_settings(nodes, capacity=64) | {"keys": [key]}
+        for node in nodes:
+            node.script = whole
+        with Gateway(limited, valkey_server.url) as gw3:  # admit, settle
+            head, _, body = chat().partition(b"\r\n\r\n")
+            with_key = head + b"\r\nauthorization: Bearer sk-k\r\n\r\n" + body
+            assert ask(gw3.port, with_key).status == 200
         gateway(nodes[:2], replica_id="gw2", capacity=64)  # b3 is no longer configured
         assert admin.smembers(state.KEYS.nodes) == {"b1", "b2"}
 
