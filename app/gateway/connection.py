@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 import httptools
 
 from app.cluster.names import left
+from app.gateway.alarm import Alarm
 
 if TYPE_CHECKING:
     from collections import deque
@@ -55,7 +56,7 @@ class NodeConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._deadline = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._loop)
         self._patience_s = 0.0
         self._paused = False
         self.uses = 0
@@ -163,9 +164,7 @@ class NodeConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once, so that the node stops working for nobody."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarm.stop()
         if self._transport is not None:
             self._transport.abort()
 
@@ -187,23 +186,16 @@ class NodeConnection(asyncio.Protocol):
             self._failure = failure
             self._wake()  # what came before it is read first
 
-    # One lazy timer: it is moved only when a deadline comes nearer, checked when it fires
+    # Silence
 
     def _arm(self, seconds: float) -> None:
         self._deadline = self._loop.time() + seconds
-        if self._timer is not None and self._timer.when() > self._deadline + 0.001:
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._deadline, self._tick)
+        self._alarm.set(self._deadline, self._tick)
 
-    def _tick(self) -> None:
-        timer, self._timer, now = self._timer, None, self._loop.time()
-        # A late timer: the replica itself stood still (SIGSTOP, a frozen machine). What the node
-        # has sent meanwhile is read first.
-        late = timer is not None and now - timer.when() > 0.1
+    def _tick(self, late: bool) -> None:
+        now = self._loop.time()
         if self._paused or late or now < self._deadline:
-            self._timer = self._loop.call_at(max(self._deadline, now + 0.05), self._tick)
+            self._alarm.set(max(self._deadline, now + 0.05), self._tick)
             return
         rest_s = 0.0 if self._heard else self._patience_s - (monotonic() - self._sent_at)
         if self._complete or not self.uses:
@@ -278,9 +270,7 @@ class NodeConnection(asyncio.Protocol):
             self._fail(Broken("truncated", f"the node broke off its answer: {exc or 'closed'}"))
         else:
             self._fail(Broken("reset", f"the node closed without an answer: {exc or 'closed'}"))
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarm.stop()
         try:
             self._home.remove(self)
         except ValueError:

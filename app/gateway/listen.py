@@ -22,6 +22,7 @@ from urllib.parse import unquote
 import httptools
 
 from app.errors import ApiError, bad_request
+from app.gateway.alarm import Alarm
 from app.gateway.respond import Client
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class ClientProtocol(asyncio.Protocol):
         self._loop = _loop or asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport = cast("asyncio.Transport", None)
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._loop)
         self._drain: asyncio.Future[None] | None = None
         self._serving: Client | None = None
         self._reading: Client | None = None
@@ -223,7 +224,7 @@ class ClientProtocol(asyncio.Protocol):
         else:
             reading.broken(error)
 
-    # One lazy timer: it is moved only when a deadline comes nearer, checked when it fires
+    # Patience with the client
 
     def _due(self) -> float:
         """When patience ends in the present state."""
@@ -238,20 +239,13 @@ class ClientProtocol(asyncio.Protocol):
         return self._since + (_LINGER_S if self._deaf else self._keep_alive_s)
 
     def _arm(self, due: float) -> None:
-        if due == inf:
-            return
-        if self._timer is not None and self._timer.when() > due + 0.001:
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None:
-            self._timer = self._loop.call_at(due, self._tick)
+        if due != inf:
+            self._alarm.set(due, self._tick)
 
-    def _tick(self) -> None:
-        timer, self._timer, now = self._timer, None, self._loop.time()
-        # A late timer: the replica itself stood still. What the client has sent meanwhile is
-        # read first.
-        late = timer is not None and now - timer.when() > 0.1
-        due = max(self._due(), now + 0.05) if late else self._due()
+    def _tick(self, late: bool) -> None:
+        now, due = self._loop.time(), self._due()
+        if late:
+            due = max(due, now + 0.05)
         if now < due:
             self._arm(due)
         elif self._in_head:
@@ -275,9 +269,7 @@ class ClientProtocol(asyncio.Protocol):
         self._state.connections.discard(cast("Any", self))
         self._deaf = True
         self._waiting.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarm.stop()
         self._parser = cast("httptools.HttpRequestParser", None)  # it refers to us
         self.resume_writing()
         if self._serving is not None:
