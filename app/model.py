@@ -75,7 +75,8 @@ class Refusal:
     """The answer of ``acquire`` or ``move`` without a lease.
 
     ``reason``: ``unknown`` (no node serves the model), ``down`` (nodes serve it, none is
-    usable), ``full`` (usable nodes are at capacity), ``spent`` (every usable node was tried).
+    usable), ``new`` (the first probe of one is on its way; never the last word), ``full`` (usable
+    nodes are at capacity), ``spent`` (every usable node was tried).
     ``degraded`` says that the replica decided alone, without Redis.
     """
 

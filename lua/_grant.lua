@@ -49,11 +49,12 @@ local function pick(score_key, tried, tries, chance)
 end
 
 -- No eligible node: the last resort, else {reason, retry in ms}. A probe may be wrong, and a
--- request may show it; an open circuit was opened by requests. Looks at a bounded number.
+-- request may show it; an open circuit was opened by requests. `new` says that a node's first
+-- probe is still to be answered: worth a short wait. Looks at a bounded number.
 local function refuse(score_key, due_key, tried, now)
   local ids = redis.call('ZREVRANGE', score_key, 0, 15)
   if #ids == 0 then return nil, {'unknown', '0'} end
-  local spent, full = true, false
+  local spent, full, new = true, false, false
   for _, id in ipairs(ids) do
     local node = not tried[id] and read(id)
     if node then
@@ -61,11 +62,15 @@ local function refuse(score_key, due_key, tried, now)
       if node.health == 'down' then
         node.health = 'ok'
         if base_of(node, now) > 0 and active(id) < node.capacity then return id, nil end
+      elseif node.health == 'new' and node.misses < 1 then
+        node.health = 'ok'
+        if base_of(node, now) > 0 and active(id) < node.capacity then new = true end
       elseif base_of(node, now) > 0 then
         full = true
       end
     end
   end
+  if new then return nil, {'new', '20'} end
   if spent then return nil, {'spent', '0'} end
   if full then return nil, {'full', '1000'} end
   local at = redis.call('ZRANGE', due_key, 0, 0, 'WITHSCORES')[2]

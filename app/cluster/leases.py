@@ -61,6 +61,7 @@ class Leases:
         replica: str,
         boot: str,
         ttl_ms: int,
+        verdict_s: float,
     ) -> None:
         self._scripts = scripts
         self._registry = registry
@@ -69,6 +70,7 @@ class Leases:
         self._replica = replica
         self._boot = boot
         self._ttl_ms = ttl_ms
+        self._verdict_s = verdict_s  # how long a first probe may take to be made and answered
         self._minted = 0
         self._pending: set[str] = set()
         self._held: dict[str, str] = {}
@@ -168,6 +170,8 @@ class Leases:
     async def _granted(
         self, lease_id: str, ask: Ask, answer: Grant | Refusal, tried: Sequence[str]
     ) -> tuple[Grant, Node]:
+        if isinstance(answer, Refusal) and answer.reason == "new":
+            answer = await self._wait_for_verdict(lease_id, ask, answer, tried)
         if isinstance(answer, Refusal):
             self._pending.discard(lease_id)
             known_here = answer.reason == "unknown" and ask.model in self._registry.models
@@ -184,6 +188,30 @@ class Leases:
             except UnknownNode as exc:  # removed between the pick and this read
                 raise Refused(Refusal("down", 1000)) from exc
         return answer, node
+
+    async def _wait_for_verdict(
+        self, lease_id: str, ask: Ask, refusal: Refusal, tried: Sequence[str]
+    ) -> Grant | Refusal:
+        """Nothing but nodes whose first probe is on its way: ask again until it has answered.
+
+        A Redis that came back empty makes such nodes of those that served a moment ago.
+        """
+        answer: Grant | Refusal = refusal
+        until, wait_s = monotonic() + self._verdict_s, refusal.retry_ms / 1000
+        while isinstance(answer, Refusal) and answer.reason == "new":
+            if monotonic() >= until:
+                return Refusal("down", 1000)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, 0.2)
+            answer = await self._scripts.acquire(
+                lease_id,
+                ask.model,
+                replica=self._replica,
+                ttl_ms=self._ttl_ms,
+                size=ask.prompt_tokens,
+                tried=tried,
+            )
+        return answer
 
     def _grant_alone(self, ask: Ask, tried: Sequence[str]) -> tuple[Grant, Node]:
         """Redis is away: choose here, and tell it when it is back. Raises ``Refused``."""

@@ -27,6 +27,7 @@ log = logging.getLogger("leaseway.replica")
 _CALLS_A_TICK = 20
 _SWEEP_MS = 1000
 _LAST_ROUND_S = 5.0
+_LONGEST_TICK_S = 0.5
 T = TypeVar("T")
 
 
@@ -62,6 +63,7 @@ class Pool:
             replica=replica,
             boot=boot,
             ttl_ms=int(settings.leases.ttl_s * 1000),
+            verdict_s=_LONGEST_TICK_S + settings.health.timeout_s,
         )
         self.health = Health(settings.health, self.scripts, self.registry, self.pulse)
 
@@ -111,7 +113,7 @@ class Replica:
         self._beat_s = settings.leases.ttl_s / 3
         # Often enough that a dead replica's leases are back within a second of their time, and
         # that a probe duty is taken over within its interval.
-        self._tick_s = min(0.5, self._beat_s, settings.health.interval_s / 4)
+        self._tick_s = min(_LONGEST_TICK_S, self._beat_s, settings.health.interval_s / 4)
         names = {"default"} | {node.pool for node in settings.nodes}
         self.pools = {
             name: Pool(settings, redis_url, name, self.id, boot) for name in sorted(names)

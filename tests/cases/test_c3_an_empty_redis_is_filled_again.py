@@ -195,3 +195,46 @@ def test_a_read_that_fails_on_one_replica_leaves_all_records_as_they_were(
             assert one.good
             assert not one.degraded
     wait_until(lambda: state.unloaded(valkey), within_s=2, what="load = 0")
+
+
+def _made_new(valkey: redis.Redis, node: str) -> None:
+    """As one that replicas put back which had just started, and so did not know it as well."""
+    valkey.hset(
+        state.KEYS.node(node), mapping={"health": "new", "misses": 0, "base": 0, "state": "active"}
+    )
+    valkey.zadd(state.KEYS.score("m"), {node: 0})
+    valkey.zadd(state.KEYS.probes, {node: 0})
+
+
+def test_a_request_waits_for_the_first_probe_when_no_other_node_is_there(
+    valkey: redis.Redis, gateway: StartGateway, raw_node: StartNode
+) -> None:
+    nodes = [raw_node(sse_answer(WHOLE)) for _ in range(2)]
+    ports = [gateway(nodes, replica_id=f"gw{i}", capacity=64).port for i in (1, 2)]
+    with load(ports, gap_s=0.02) as asked:
+        wait_until(lambda: len(asked.asked) > 20, what="under way")
+        for _ in range(5):
+            for node in ("b1", "b2"):
+                _made_new(valkey, node)
+            wait_until(lambda: _routable(valkey), within_s=3 * INTERVAL_S, what="both proved well")
+            time.sleep(0.13)
+    print(asked.figures())
+    assert not asked.bad, asked.bad[:3]
+    assert not any(one.degraded for one in asked.asked), "Redis was there all the time"
+
+
+def test_a_first_probe_that_fails_ends_the_wait(
+    valkey: redis.Redis, gateway: StartGateway, raw_node: StartNode
+) -> None:
+    node = raw_node(sse_answer(WHOLE))
+    gw = gateway([node], capacity=64)
+    node.probes_fail = True
+    _made_new(valkey, "b1")
+    refused = ask_once(gw.port, chat())
+    assert refused.status == 503
+    assert int(state.record(valkey, "b1")["misses"]) > 0
+    node.probes_fail = False
+    wait_until(
+        lambda: state.record(valkey, "b1")["health"] == "ok", within_s=3 * INTERVAL_S, what="well"
+    )
+    assert ask_once(gw.port, chat()).good

@@ -178,7 +178,7 @@ def expected_ms(node: Node, tuning: Tuning, now: int) -> float:
 def idle_score(node: Node, tuning: Tuning, now: int, *, whatever_probes_say: bool = False) -> float:
     """The published formula with C = 0; 0 for a node that must not be chosen."""
     usable = node.state == "active" and not node.removed and node.circuit == "closed"
-    well = node.health == "ok" or (whatever_probes_say and node.health == "down")
+    well = node.health == "ok" or (whatever_probes_say and node.health in {"down", "new"})
     if not usable or not well or node.cooling_ms > now:
         return 0.0
     if tuning.policy == "ttft":
@@ -287,6 +287,12 @@ class Oracle:
             return "unknown", 0
         if not untried:
             return "spent", 0
+        if any(
+            n.health == "new" and n.misses < 1 and self.load(n.id) < n.capacity
+            and idle_score(n, self.tuning, now, whatever_probes_say=True) > 0
+            for n in untried
+        ):  # fmt: skip
+            return "new", 20
         if any(idle_score(n, self.tuning, now) > 0 for n in untried):
             return "full", 1000
         due = [n.due_ms for n in self.nodes.values() if model in n.models and n.due_ms is not None]

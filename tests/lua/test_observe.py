@@ -133,18 +133,46 @@ def test_a_verdict_keeps_what_runs_and_what_was_learned(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "seen", [[], ["miss"] * 9, ["alive"] * 3, ["loading"], ["miss", "loading"]]
+    ("seen", "said"),
+    [
+        ([], ["new", "20"]),  # its first probe is on its way: the answer is worth a wait
+        (["alive"] * 3, ["new", "20"]),
+        (["miss"] * 9, ["down", "1000"]),
+        (["loading"], ["down", "1000"]),
+        (["miss", "loading"], ["down", "1000"]),
+    ],
 )
 def test_a_new_node_gets_nothing_before_its_first_good_probe(
-    valkey: redis.Redis, seen: list[str]
+    valkey: redis.Redis, seen: list[str], said: list[str]
 ) -> None:
     pool = Pool(valkey)
     pool.register("a", health="new")
     see(pool, *seen)
     assert pool.score("a") == 0
-    assert pool.acquire("x") == ["down", "1000"]
+    assert pool.acquire("x") == said
     assert see(pool, "ready") == "ok"
     assert pool.acquired("x") == "a"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("capacity", "0"), ("state", "draining"), ("cooling_until_ms", "9e15")]
+)
+def test_no_one_waits_for_the_first_probe_of_a_node_that_could_not_be_used_then(
+    valkey: redis.Redis, field: str, value: str
+) -> None:
+    pool = Pool(valkey)
+    pool.register("a", health="new")
+    valkey.hset(pool.keys.node("a"), field, value)
+    assert pool.acquire("x")[0] == "down"
+
+
+def test_a_new_node_is_waited_for_before_a_request_is_told_that_all_others_are_full(
+    pool: Pool,
+) -> None:
+    pool.register("a", capacity="1")
+    pool.acquired("x")
+    pool.register("b", health="new")
+    assert pool.acquire("y")[0] == "new"
 
 
 def test_a_replica_that_starts_does_not_make_a_known_node_new_again(pool: Pool) -> None:
