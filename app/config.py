@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Policy = Literal[
-    "ttft", "round_robin", "random", "least_conn", "weighted_least_conn", "p2c", "peak_ewma"
+    "work", "ttft", "round_robin", "random", "least_conn", "weighted_least_conn", "p2c", "peak_ewma"
 ]
 Engine = Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "tgi", "generic"]
 # Node and pool names become parts of Redis keys and metric labels.
@@ -120,6 +120,24 @@ class Scoring(_Section):
     sample_max_age_s: Positive = 300
     idle_after_s: Positive = 10
     slow_start_s: Annotated[float, Field(ge=0)] = 0
+    # Policy `work`
+    top_k: Annotated[int, Field(ge=1, le=64)] = 4
+    mean_prompt_tokens: Annotated[int, Field(ge=1)] = 512
+    mean_output_tokens: Annotated[int, Field(ge=0)] = 100
+    min_prompt_tokens: Annotated[int, Field(ge=1)] = 16
+    overhead_tokens: Annotated[float, Field(ge=0)] = 128
+    lease_tokens: Annotated[float, Field(ge=0)] = 20
+    stall_share: Annotated[float, Field(ge=0)] = 0.1
+    decode_share: Annotated[float, Field(ge=0)] = 0.05
+    error_price_ms: Annotated[float, Field(ge=0)] = 1000
+    tpot_prior_ms: Positive = 30
+    untried_times: Annotated[float, Field(ge=1)] = 10
+    memory_s: Positive = 5
+    recover_s: Positive = 5
+    best_memory_s: Positive = 300
+    error_memory_s: Positive = 30
+    hung_s: Positive = 1
+    hung_times: Annotated[float, Field(ge=1)] = 3
 
 
 class Circuit(_Section):

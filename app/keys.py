@@ -13,7 +13,17 @@ from functools import lru_cache
 class PoolKeys:
     """Key names of one pool. ``prefix`` is what scripts build per-node and per-model keys from."""
 
-    __slots__ = ("leases_prefix", "nodes", "prefix", "probes", "replicas", "sweeps", "turn")
+    __slots__ = (
+        "leases_prefix",
+        "nodes",
+        "prefix",
+        "probes",
+        "replicas",
+        "sweeps",
+        "turn",
+        "weights",
+        "work",
+    )
 
     def __init__(self, namespace: str, pool: str) -> None:
         self.prefix = f"{namespace}:{{{pool}}}:"
@@ -22,6 +32,8 @@ class PoolKeys:
         self.probes = self.prefix + "probes"  # ZSET: node → ms at which its next probe is due
         self.sweeps = self.prefix + "sweeps"  # ZSET: node → ms at which its next sweep is due
         self.turn = self.prefix + "turn"  # STRING: picks so far, of the policy round_robin
+        self.weights = self.prefix + "weights"  # ZSET: node → K, of policy `work`
+        self.work = self.prefix + "work"  # HASH: node → what policy `work` has learned, packed
         self.leases_prefix = self.prefix + "leases:"
 
     def node(self, node_id: str) -> str:
@@ -45,7 +57,8 @@ class PoolKeys:
         return f"{self.prefix}due:{model}"
 
     def leases(self, replica: str) -> str:
-        """HASH: lease id → ``node epoch start_ms prompt_tokens``, ``+`` behind it once sampled."""
+        """HASH: lease id → ``node epoch start_ms prompt_tokens``, from policy `work` also
+        ``fresh_tokens ahead_tokens``; ``+`` behind it once sampled."""
         return self.leases_prefix + replica
 
     def limit(self, key: str) -> str:

@@ -45,10 +45,12 @@ class Node:
 # Made for every request, so not frozen: a frozen dataclass costs four times as much to make.
 @dataclass(slots=True)
 class Ask:
-    """What routing needs to know of a request: model, prompt size, whether tokens are streamed."""
+    """What routing needs to know of a request: model, prompt size, expected size of the answer,
+    whether tokens are streamed."""
 
     model: str
     prompt_tokens: int = 0
+    output_tokens: int = 100
     stream: bool = False
 
 

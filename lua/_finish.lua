@@ -1,11 +1,5 @@
 -- _finish: ending a lease; after _circuit. The counter moves only when the lease does.
 
-local function parse(id, text)
-  local node, epoch, start, size, heard = string.match(text, '^(%S+) (%d+) (%d+) (%d+)(%+?)$')
-  return {id = id, node = node, epoch = epoch, start_ms = tonumber(start), size = size,
-    heard = heard == '+'}
-end
-
 local function known_outcome(i)
   demand(string.find(ARGV[i], '^%l+$')
     and string.find(' ok failed saturated rejected abandoned ', ' ' .. ARGV[i] .. ' ', 1, true), i)
@@ -13,8 +7,9 @@ end
 
 -- At most once; counter, record and score in one step. Returns nil when the lease was already
 -- gone (released before, reaped, or never granted), else its node when that is still in the
--- life that the lease was granted in ('' otherwise), and its decode time per token, µs.
-local function finish(leases, id, outcome, cool_ms, chance)
+-- life that the lease was granted in ('' otherwise), and its decode time per token, µs. `tokens`
+-- came after the first one, within `decode_us`.
+local function finish(leases, id, outcome, cool_ms, chance, tokens, decode_us)
   local text = redis.call('HGET', leases, id)
   if not text then return nil end
   redis.call('HDEL', leases, id)
@@ -30,10 +25,19 @@ local function finish(leases, id, outcome, cool_ms, chance)
     if n == 0 then forget(lease.node) end
     return ''
   end
+  local row
+  if POLICY == 'work' then
+    row = row_of(lease.node, clock())
+    row[INFLIGHT] = n
+    if epoch == lease.epoch then over(row, clock(), lease, outcome, tokens, decode_us / 1000) end
+    remember(lease.node, row)
+  end
   if epoch ~= lease.epoch or (outcome == 'ok' and bad == '0.0000') then -- nothing learned
-    put(lease.node, tonumber(base), tonumber(capacity), models, n)
+    put(lease.node, tonumber(base), tonumber(capacity), models, n, row)
   else
-    settle(read(lease.node), lease, outcome, cool_ms, chance, n, clock())
+    local node = read(lease.node)
+    node.row = row
+    settle(node, lease, outcome, cool_ms, chance, n, clock())
   end
   return epoch == lease.epoch and lease.node or '', tonumber(tpot_us or '')
 end

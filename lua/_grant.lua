@@ -48,6 +48,32 @@ local function pick(score_key, tried, tries, chance)
   return drawn, best
 end
 
+-- Policy `work`: of the TOP_K untried nodes with the best scores the one on which this very request
+-- costs least; also its score and its row.
+local function rank(score_key, tried, tries, chance, now, fresh)
+  local top = redis.call('ZREVRANGE', score_key, 0, TOP_K + tries - 1, 'WITHSCORES')
+  local ids, scores = {}, {}
+  for i = 1, #top, 2 do
+    if not tried[top[i]] and top[i + 1] ~= '0' and #ids < TOP_K then
+      ids[#ids + 1], scores[#ids + 1] = top[i], top[i + 1]
+    end
+  end
+  if #ids == 0 then return nil end
+  local texts, output = redis.call('HMGET', work_key, unpack(ids)), tonumber(ARGV[7])
+  local least, equals, rows = nil, {}, {}
+  for i = 1, #ids do
+    rows[i] = row_of(ids[i], now, texts[i])
+    local cost = cost_of(rows[i], now, fresh, output)
+    if not least or cost < least then
+      least, equals = cost, {i}
+    elseif cost == least then
+      equals[#equals + 1] = i
+    end
+  end
+  local i = equals[math.floor(chance * #equals) + 1]
+  return ids[i], scores[i], rows[i]
+end
+
 -- No eligible node: the last resort, else {reason, retry in ms}. A probe may be wrong, and a
 -- request may show it; an open circuit was opened by requests. `new` says that a node's first
 -- probe is still to be answered: worth a short wait. Looks at a bounded number.
@@ -99,8 +125,9 @@ local function trial(due_key, id, tried, now)
   return nil
 end
 
--- Count a lease that has just been written, and re-score its node.
-local function count(node_id, base, capacity, models)
+-- Count a lease that has just been written, and re-score its node. `heard` and what the row of
+-- policy `work` needs, `fresh` tokens to prefill, are of the lease.
+local function count(node_id, base, capacity, models, row, fresh, heard)
   local n = redis.call('INCR', prefix .. 'active:' .. node_id)
   if n < 1 then -- the counter was damaged from outside
     redis.call('SET', prefix .. 'active:' .. node_id, 1)
@@ -111,7 +138,12 @@ local function count(node_id, base, capacity, models)
     base = 1 / (1 + picked)
     redis.call('HSET', prefix .. 'node:' .. node_id, 'picked', picked, 'base', string.format('%.17g', base))
   end
-  put(node_id, base, capacity, models, n)
+  if POLICY == 'work' then
+    row = row or row_of(node_id, clock())
+    leased(row, clock(), fresh, n, heard)
+    remember(node_id, row)
+  end
+  put(node_id, base, capacity, models, n, row)
 end
 
 -- A replica that leases is alive: one whose heartbeat was reaped is listed again at once, so
@@ -124,15 +156,17 @@ end
 
 -- Checks the arguments that `acquire` and `move` share.
 local function check_ask()
-  whole(5, 6)
-  local chance = tonumber(ARGV[7])
-  demand(chance and chance >= 0 and chance < 1, 7)
+  whole(5, 7)
+  local chance = tonumber(ARGV[8])
+  demand(chance and chance >= 0 and chance < 1, 8)
   return chance
 end
 
 -- Choose, lease, re-score: the one step that `acquire` and `move` share.
-local function grant(leases, id, size, chance, tried, tries)
+local function grant(leases, id, chance, tried, tries)
   local score_key, due_key, now = KEYS[1], KEYS[2], clock()
+  local size, row, fresh = ARGV[6], nil, nil
+  if POLICY == 'work' then fresh = math.max(MIN_PROMPT_TOKENS, tonumber(size)) end
   own(KEYS[4], ARGV[4], tonumber(ARGV[5]), now)
   local chosen, best, half_open, last_resort, refusal = nil, '0', '0', false, nil
   if redis.call('EXISTS', due_key) == 1 and redis.call('HEXISTS', leases, id) == 0 then
@@ -140,7 +174,11 @@ local function grant(leases, id, size, chance, tried, tries)
     if chosen then half_open = '1' end
   end
   while true do
-    if not chosen then chosen, best = pick(score_key, tried, tries, chance) end
+    if not chosen and POLICY == 'work' then
+      chosen, best, row = rank(score_key, tried, tries, chance, now, fresh)
+    elseif not chosen then
+      chosen, best = pick(score_key, tried, tries, chance)
+    end
     if not chosen then
       local held = redis.call('HGET', leases, id) -- asked again when it took the last place
       if held then return {'leased', held, '0', '0'} end
@@ -154,16 +192,20 @@ local function grant(leases, id, size, chance, tried, tries)
     local n = models and active(chosen)
     if models and (half_open == '1' or last_resort or (base > 0 and n < capacity)) then
       local record = chosen .. ' ' .. epoch .. ' ' .. now .. ' ' .. size
+      if POLICY == 'work' then
+        row = row or row_of(chosen, now)
+        record = record .. ' ' .. fresh .. ' ' .. ahead_of(row, fresh)
+      end
       if redis.call('HSETNX', leases, id, record) == 0 then -- asked again: the same answer
         return {'leased', redis.call('HGET', leases, id), '0', '0'}
       end
-      count(chosen, base, capacity, models)
+      count(chosen, base, capacity, models, row, fresh, false)
       return {'leased', record, best, half_open}
     end
     -- A score that the record does not bear out (keys edited by hand): mend the set, look again.
     -- Each round takes one such node out, so this ends.
     redis.call('ZREM', score_key, chosen)
     if models then put(chosen, base, capacity, models, n) end
-    chosen = nil
+    chosen, row = nil, nil
   end
 end

@@ -3,7 +3,8 @@
 --
 -- score = base / (C + 1): `base` is the score of the node when idle, 0 while it is not usable.
 -- It is kept in the record and changes only with a sample, the circuit, or the operator's hand,
--- so that a request reads a few fields and computes one division.
+-- so that a request reads a few fields and computes one division. For policy `work` it says only
+-- whether the node is usable: the score is that of its row (_work).
 --
 -- ARGV[1] is the time in ms ('' = the server's clock), ARGV[2] the prefix of the pool's keys:
 -- keys of a chosen node and of its models are built from it (same hash tag, same slot).
@@ -19,16 +20,25 @@ local function whole(from, to)
   for i = from, to do demand(string.find(ARGV[i] or '', '^%d+$'), i) end
 end
 
+local time
 local function clock()
   if ARGV[1] ~= '' then return tonumber(ARGV[1]) end
-  local t = redis.call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
+  if not time then
+    local t = redis.call('TIME')
+    time = t[1] * 1000 + math.floor(t[2] / 1000)
+  end
+  return time
 end
 
 -- Write the live score of a node with n leases in flight into the set of each of its models.
-local function put(id, base, capacity, models, n)
+-- `row` is that of policy `work`, when the caller has it.
+local function put(id, base, capacity, models, n, row)
   local score = n < capacity and base or 0
-  if BY_LOAD then score = score / (n + 1) end
+  if POLICY == 'work' then
+    if score > 0 then score = blind_score(row or row_of(id, clock()), clock()) end
+  elseif BY_LOAD then
+    score = score / (n + 1)
+  end
   if not string.find(models, '\n', 1, true) then
     if models ~= '' then redis.call('ZADD', prefix .. 'score:' .. models, score, id) end
     return
@@ -90,14 +100,14 @@ local function base_of(node, now)
   elseif POLICY == 'round_robin' then
     return 1 / (1 + node.picked)
   end
-  return 1 -- least_conn and p2c divide it by load, random does not
+  return 1 -- least_conn and p2c divide it by load, random does not, work has a row
 end
 
 -- Write what changed of a record, its base and its live score.
 local function keep(node, n, now, ...)
   local base = base_of(node, now)
   redis.call('HSET', node.key, 'base', string.format('%.17g', base), ...)
-  put(node.id, base, node.capacity, node.models, n)
+  put(node.id, base, node.capacity, node.models, n, node.row ~= 0 and node.row or nil)
 end
 
 -- When a node that is open or cooling may be looked at again; nil takes it off the list.
@@ -108,7 +118,18 @@ local function due(node, at_ms)
   end
 end
 
+-- The record of a lease as `grant` wrote it: 'node epoch start_ms prompt_tokens', and from policy `work`
+-- ' fresh_tokens ahead_tokens'; a '+' behind it once the lease has had its first token.
+local function parse(id, text)
+  local node, epoch, start, size, more, heard =
+    string.match(text, '^(%S+) (%d+) (%d+) (%d+)([^+]*)(%+?)$')
+  local fresh, ahead = string.match(more, '^ (%S+) (%S+)$')
+  return {id = id, node = node, epoch = epoch, start_ms = tonumber(start), size = size,
+    fresh = tonumber(fresh or size), ahead = tonumber(ahead or ''), heard = heard == '+'}
+end
+
 -- A removed node that carries nothing more leaves no key behind.
 local function forget(id)
   redis.call('DEL', prefix .. 'node:' .. id, prefix .. 'active:' .. id, prefix .. 'ttft:' .. id)
+  redis.call('HDEL', prefix .. 'work', id)
 end

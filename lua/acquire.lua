@@ -11,12 +11,13 @@
 -- ARGV[4] replica   id of the owner
 -- ARGV[5] ttl       ms a silent replica keeps its leases
 -- ARGV[6] size      prompt tokens, estimated
--- ARGV[7] chance    in [0, 1): draws among equals
--- ARGV[8...]        node ids already tried by this request
+-- ARGV[7] output    tokens of the answer, expected
+-- ARGV[8] chance    in [0, 1): draws among equals
+-- ARGV[9...]        node ids already tried by this request
 --
--- Returns {'leased', record, score, trial} or {reason, retry_ms} with reason unknown, down,
+-- Returns {'leased', record, score, trial} or {reason, retry_ms} with reason unknown, new, down,
 -- full or spent. Repeating the call for the same lease returns the same record.
 
 local chance = check_ask()
-local tried, tries = tried_from(8)
-return grant(KEYS[3], ARGV[3], ARGV[6], chance, tried, tries)
+local tried, tries = tried_from(9)
+return grant(KEYS[3], ARGV[3], chance, tried, tries)

@@ -51,6 +51,16 @@ else
     + (ttft_us - node.best_us) * (1 - math.exp((node.last_sample_ms - now) / 300000))
 end
 node.last_sample_ms = now
+if POLICY == 'work' then
+  node.row = row_of(node.id, now)
+  if lease.ahead then
+    heard_of(node.row, now, ttft_us / 1000, lease.fresh, lease.ahead)
+  else -- granted while Redis was away: nobody knows what was ahead of it
+    node.row[SILENT_SINCE] = now
+    answered(node.row, lease.fresh)
+  end
+  remember(node.id, node.row)
+end
 node.waiting_until_ms = 0 -- it answers again
 if node.circuit == 'half_open' and node.trial == lease.id then
   let_in(node, now)

@@ -11,20 +11,21 @@
 -- ARGV[4] replica   id of the owner
 -- ARGV[5] ttl       ms a silent replica keeps its leases
 -- ARGV[6] size      prompt tokens, estimated
--- ARGV[7] chance    in [0, 1): draws among equals, spreads the back-off
--- ARGV[8] old       id of the lease that ends
--- ARGV[9] outcome   of the old lease: failed or saturated
--- ARGV[10] cool     ms a saturated node asked to be left alone
--- ARGV[11...]       node ids already tried by this request
+-- ARGV[7] output    tokens of the answer, expected
+-- ARGV[8] chance    in [0, 1): draws among equals, spreads the back-off
+-- ARGV[9] old       id of the lease that ends
+-- ARGV[10] outcome  of the old lease: failed or saturated
+-- ARGV[11] cool     ms a saturated node asked to be left alone
+-- ARGV[12...]       node ids already tried by this request
 --
 -- Returns what acquire returns. The old lease ends even when no other node can be leased.
 -- Repeating the call for the same new lease returns the same record and ends nothing twice.
 
 local chance = check_ask()
-known_outcome(9)
-whole(10, 10)
+known_outcome(10)
+whole(11, 11)
 local held = redis.call('HGET', KEYS[3], ARGV[3])
 if held then return {'leased', held, '0', '0'} end
-finish(KEYS[3], ARGV[8], ARGV[9], tonumber(ARGV[10]), chance)
-local tried, tries = tried_from(11)
-return grant(KEYS[3], ARGV[3], ARGV[6], chance, tried, tries)
+finish(KEYS[3], ARGV[9], ARGV[10], tonumber(ARGV[11]), chance, 0, 0)
+local tried, tries = tried_from(12)
+return grant(KEYS[3], ARGV[3], chance, tried, tries)

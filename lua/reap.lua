@@ -16,7 +16,7 @@ if not dead then return {0, '', 0} end
 local key, ended = prefix .. 'leases:' .. dead, 0
 -- Not HSCAN from 0: once its first buckets are empty it finds nothing for ever.
 for _, id in ipairs(redis.call('HRANDFIELD', key, tonumber(ARGV[3]))) do
-  if finish(key, id, 'abandoned', 0, 0) then ended = ended + 1 end
+  if finish(key, id, 'abandoned', 0, 0, 0, 0) then ended = ended + 1 end
 end
 local left = redis.call('HLEN', key)
 if left == 0 then redis.call('ZREM', KEYS[1], dead) end

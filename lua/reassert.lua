@@ -13,7 +13,9 @@
 -- gone from the registry stays away.
 
 whole(4, 4)
-for i = 5, #ARGV, 2 do demand(string.find(ARGV[i + 1] or '', '^%S+ %d+ %d+ %d+%+?$'), i + 1) end
+for i = 5, #ARGV, 2 do
+  demand(string.find(ARGV[i + 1] or '', '^%S+ %d+ %d+ %d+[%d. ]*%+?$'), i + 1)
+end
 own(KEYS[2], ARGV[3], tonumber(ARGV[4]), clock())
 local back = 0
 for i = 5, #ARGV, 2 do
@@ -21,7 +23,8 @@ for i = 5, #ARGV, 2 do
   local base, capacity, models, state = unpack(redis.call('HMGET', prefix .. 'node:' .. id,
     'base', 'capacity', 'models', 'state'))
   if models and state ~= 'removed' and redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) == 1 then
-    count(id, tonumber(base), tonumber(capacity), models)
+    local lease = parse(ARGV[i], ARGV[i + 1])
+    count(id, tonumber(base), tonumber(capacity), models, nil, lease.fresh, lease.heard)
     back = back + 1
   end
 end

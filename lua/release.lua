@@ -19,7 +19,8 @@ whole(5, 5)
 local chance = tonumber(ARGV[6])
 demand(chance and chance >= 0 and chance < 1, 6)
 whole(7, 8)
-local node, tpot_us = finish(KEYS[1], ARGV[3], ARGV[4], tonumber(ARGV[5]), chance)
+local node, tpot_us = finish(KEYS[1], ARGV[3], ARGV[4], tonumber(ARGV[5]), chance,
+  tonumber(ARGV[7]), tonumber(ARGV[8]))
 if not node then return 0 end
 if ARGV[7] ~= '0' and node ~= '' then -- decode time per output token, mean over the last answers
   local now_us = ARGV[8] / ARGV[7]

@@ -23,6 +23,11 @@ for _, id in ipairs(ids) do
       redis.call('DEL', prefix .. 'ttft:' .. id)
       node.samples = 0
     end
+    if POLICY == 'work' then
+      node.row = row_of(id, now)
+      if node.row[BEST_RATE] == 0 then prior(node.row, node.weight) end -- weights may have changed
+      remember(id, node.row)
+    end
     keep(node, active(id), now)
   else
     redis.call('ZREM', KEYS[1], id)

@@ -14,6 +14,7 @@ local node = read(ARGV[3])
 redis.call('SREM', KEYS[1], ARGV[3])
 redis.call('ZREM', prefix .. 'probes', ARGV[3])
 redis.call('ZREM', prefix .. 'sweeps', ARGV[3])
+redis.call('ZREM', prefix .. 'weights', ARGV[3])
 if not node then return -1 end
 due(node, nil)
 for model in string.gmatch(node.models, '[^\n]+') do

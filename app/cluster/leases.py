@@ -122,6 +122,7 @@ class Leases:
                 replica=self._replica,
                 ttl_ms=self._ttl_ms,
                 size=ask.prompt_tokens,
+                output=ask.output_tokens,
             )
             return await self._granted(lease_id, ask, answer, ())
         except BaseException as exc:
@@ -145,6 +146,7 @@ class Leases:
                 replica=self._replica,
                 ttl_ms=self._ttl_ms,
                 size=ask.prompt_tokens,
+                output=ask.output_tokens,
                 old=old,
                 outcome=ending.outcome,
                 cool_ms=ending.cool_ms,
@@ -209,6 +211,7 @@ class Leases:
                 replica=self._replica,
                 ttl_ms=self._ttl_ms,
                 size=ask.prompt_tokens,
+                output=ask.output_tokens,
                 tried=tried,
             )
         return answer
@@ -249,6 +252,8 @@ class Leases:
     def _first_token(self, lease_id: str, ttft_us: int) -> None:
         """Send the sample now, ahead of the release; a lost one is not worth a wait."""
         self._pulse.waiting.pop(lease_id, None)
+        if lease_id in self._held:
+            self._held[lease_id] += "+"  # as Redis marks it, should it have to be put back
         sent = self._scripts.send_first_token(lease_id, replica=self._replica, ttft_us=ttft_us)
         sent.add_done_callback(partial(self._sampled, lease_id, ttft_us))
 

@@ -20,6 +20,9 @@ from math import exp
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from app.config import Scoring
     from app.model import Outcome
 
 
@@ -28,11 +31,11 @@ class Constants:
     """The numbers of the policies; times in ms, sizes in tokens."""
 
     # work: cost of a request on a node
-    x0_tokens: float = 128
+    overhead_tokens: float = 128
     """What a first token costs beside its prompt, in tokens of prefill: a step and a half."""
-    gamma_tokens: float = 20
+    lease_tokens: float = 20
     """What a lease in flight costs whoever comes after it: its share of every step."""
-    kappa: float = 0.1
+    stall_share: float = 0.1
     """How much the stall counts that a prefill imposes on answers that are being decoded."""
     decode_share: float = 0.05
     """How much this request's own decoding time counts (lambda)."""
@@ -48,24 +51,24 @@ class Constants:
     """Nodes, best by score, whose cost for the very request is worked out."""
 
     # work: what is learned of a node
-    prior_ttft_ms: float = 100
+    ttft_prior_ms: float = 100
     """Time to first token of an idle node of middle weight, before its first sample."""
-    untried: float = 10
+    untried_times: float = 10
     """A node without a sample, for which nobody waits, is thought so many times as fast: it must be
     tried to be known, and one request at a time is enough."""
-    prior_decode_ms: float = 30
+    tpot_prior_ms: float = 30
     """ms per token decoded, before the first sample."""
     keep: float = 0.98
     """Weight that older samples keep when one more comes: the last fifty count."""
-    window_ms: float = 5000
+    memory_ms: float = 5000
     """Weight of samples falls by e in this time (tw)."""
-    idle_ms: float = 5000
+    recover_ms: float = 5000
     """A node that nobody waits for comes to be thought as good as its best in this time (tau)."""
-    best_ms: float = 300_000
+    best_memory_ms: float = 300_000
     """The best that a node has been is forgotten in this time."""
     error_keep: float = 0.95
     """Weight that older outcomes keep when one more comes: the last twenty count."""
-    error_ms: float = 30_000
+    error_memory_ms: float = 30_000
     """Failures are forgotten in this time."""
     hung_ms: float = 1000
     """While requests wait, a node may give no first token for so long, and ..."""
@@ -83,10 +86,40 @@ class Constants:
     sample_max_age_ms: float = 300_000
     idle_after_ms: float = 10_000
 
+    @classmethod
+    def of(cls, scoring: Scoring) -> Constants:
+        """The numbers of the settings."""
+        return cls(
+            overhead_tokens=scoring.overhead_tokens,
+            lease_tokens=scoring.lease_tokens,
+            stall_share=scoring.stall_share,
+            decode_share=scoring.decode_share,
+            error_price_ms=scoring.error_price_ms,
+            min_prompt_tokens=scoring.min_prompt_tokens,
+            mean_prompt_tokens=scoring.mean_prompt_tokens,
+            mean_output_tokens=scoring.mean_output_tokens,
+            top_k=scoring.top_k,
+            ttft_prior_ms=scoring.ttft_prior_ms,
+            untried_times=scoring.untried_times,
+            tpot_prior_ms=scoring.tpot_prior_ms,
+            memory_ms=scoring.memory_s * 1000,
+            recover_ms=scoring.recover_s * 1000,
+            best_memory_ms=scoring.best_memory_s * 1000,
+            error_memory_ms=scoring.error_memory_s * 1000,
+            hung_ms=scoring.hung_s * 1000,
+            hung_times=scoring.hung_times,
+            alpha=scoring.alpha,
+            baseline_ms=scoring.ttft_baseline_ms,
+            floor_ms=scoring.ttft_floor_ms,
+            window=scoring.window,
+            sample_max_age_ms=scoring.sample_max_age_s * 1000,
+            idle_after_ms=scoring.idle_after_s * 1000,
+        )
+
     def alone(self, replicas: int) -> Constants:
         """For a replica that knows its own requests only: its samples are so many times rarer."""
         share = max(1, replicas)
-        return replace(self, window_ms=self.window_ms * share, idle_ms=self.idle_ms * share)
+        return replace(self, memory_ms=self.memory_ms * share, recover_ms=self.recover_ms * share)
 
 
 class Profile:
@@ -150,6 +183,13 @@ class Profile:
         return 1.0
 
 
+ROW = (
+    "inflight", "waiting", "queued", "silent_since", "worked", "waited_ms", "sampled_at",
+    "best_rate", "decoded", "decoding_ms", "best_tpot", "ended_at", "bad", "seen",
+)  # fmt: skip
+"""What `Work` keeps of a node, in the order of the row that the scripts keep of it."""
+
+
 class Work(Profile):
     """Policy `work`: predicted cost of a request in ms, from the tokens that wait ahead of it.
 
@@ -159,8 +199,8 @@ class Work(Profile):
 
     __slots__ = (
         "bad",
-        "best_decode",
         "best_rate",
+        "best_tpot",
         "decoded",
         "decoding_ms",
         "ended_at",
@@ -181,23 +221,33 @@ class Work(Profile):
         """Q: prompt tokens of those."""
         self.silent_since = self.since_ms
         """When somebody began to wait, or the last first token since."""
-        self.worked = c.mean_prompt_tokens + c.x0_tokens
+        self.worked = c.mean_prompt_tokens + c.overhead_tokens
         """RX: tokens of work, faded sum over samples."""
-        self.waited_ms = c.prior_ttft_ms * self.median_weight / self.weight
+        self.waited_ms = c.ttft_prior_ms * self.median_weight / self.weight
         """RY: ms of TTFT, faded sum over samples."""
         self.sampled_at = self.since_ms
         self.best_rate = 0.0
         """The best that `rate` has been lately; 0 before the first sample."""
         self.decoded = 1.0
         """DX: tokens decoded, faded sum."""
-        self.decoding_ms = c.prior_decode_ms
+        self.decoding_ms = c.tpot_prior_ms
         """DY: ms spent decoding them."""
-        self.best_decode = c.prior_decode_ms
+        self.best_tpot = c.tpot_prior_ms
         self.ended_at = self.since_ms
         self.bad = 0.0
         """Failures, faded."""
         self.seen = 0.0
         """Outcomes, faded."""
+
+    @property
+    def row(self) -> list[float]:
+        """What is kept, in the order of `ROW`."""
+        return [getattr(self, name) for name in ROW]
+
+    @row.setter
+    def row(self, row: Iterable[float]) -> None:
+        for name, value in zip(ROW, row, strict=True):
+            setattr(self, name, value)
 
     def fresh(self, prompt: float, hit: float = 0) -> float:
         """Tokens of a prompt that this node must prefill, `hit` of them being cached there."""
@@ -206,7 +256,7 @@ class Work(Profile):
     def ahead(self, fresh: float) -> float:
         """Work in tokens until a request with `fresh` tokens has its first one."""
         c = self.constants
-        return self.queued + fresh + c.x0_tokens + c.gamma_tokens * self.inflight
+        return self.queued + fresh + c.overhead_tokens + c.lease_tokens * self.inflight
 
     def leased(self, now_ms: float, fresh: float = 0) -> float:
         x = self.ahead(fresh)
@@ -220,7 +270,7 @@ class Work(Profile):
     def first_token(self, now_ms: float, ttft_ms: float, fresh: float, ahead: float) -> None:
         c = self.constants
         age = max(0.0, now_ms - self.sampled_at)
-        keep = c.keep * exp(-age / c.window_ms)
+        keep = c.keep * exp(-age / c.memory_ms)
         if self.best_rate == 0:
             self.best_rate = self.worked / self.waited_ms  # the prior
         self.worked = self.worked * keep + ahead
@@ -229,8 +279,12 @@ class Work(Profile):
         if rate > self.best_rate:
             self.best_rate = rate
         else:
-            self.best_rate += (rate - self.best_rate) * (1 - exp(-age / c.best_ms))
+            self.best_rate += (rate - self.best_rate) * (1 - exp(-age / c.best_memory_ms))
         self.sampled_at = now_ms
+        self.answered(now_ms, fresh)
+
+    def answered(self, now_ms: float, fresh: float) -> None:
+        """A first token that says nothing of the rate: nobody knows what was ahead of it."""
         self.silent_since = now_ms
         self._answered(fresh)
 
@@ -265,37 +319,37 @@ class Work(Profile):
     def _decoded(self, now_ms: float, tokens: int, decode_ms: float) -> None:
         c = self.constants
         age = max(0.0, now_ms - self.ended_at)
-        keep = c.keep * exp(-age / c.window_ms)
+        keep = c.keep * exp(-age / c.memory_ms)
         self.decoded = self.decoded * keep + tokens
         self.decoding_ms = self.decoding_ms * keep + decode_ms
         per_token = self.decoding_ms / self.decoded
-        if per_token < self.best_decode:
-            self.best_decode = per_token
+        if per_token < self.best_tpot:
+            self.best_tpot = per_token
         else:
-            self.best_decode += (per_token - self.best_decode) * (1 - exp(-age / c.best_ms))
+            self.best_tpot += (per_token - self.best_tpot) * (1 - exp(-age / c.best_memory_ms))
 
     def rate(self, now_ms: float) -> float:
         """Tokens of work per ms of TTFT; a node that nobody waits for recovers with time."""
         c = self.constants
         rate = self.worked / self.waited_ms
         if self.waiting == 0 and self.best_rate == 0:
-            rate = rate * c.untried
+            rate = rate * c.untried_times
         elif self.waiting == 0:
-            fade = exp(-max(0.0, now_ms - self.sampled_at) / c.idle_ms)
+            fade = exp(-max(0.0, now_ms - self.sampled_at) / c.recover_ms)
             rate = self.best_rate + (rate - self.best_rate) * fade
         return rate
 
-    def decode_ms(self, now_ms: float) -> float:
+    def tpot_ms(self, now_ms: float) -> float:
         """ms per token decoded; recovers alike."""
         per_token = self.decoding_ms / self.decoded
         if self.waiting == 0:
-            fade = exp(-max(0.0, now_ms - self.ended_at) / self.constants.idle_ms)
-            per_token = self.best_decode + (per_token - self.best_decode) * fade
+            fade = exp(-max(0.0, now_ms - self.ended_at) / self.constants.recover_ms)
+            per_token = self.best_tpot + (per_token - self.best_tpot) * fade
         return per_token
 
     def error_share(self, now_ms: float) -> float:
         """Recent share of failed attempts, in [0, 1): 0 without evidence."""
-        fade = exp(-max(0.0, now_ms - self.ended_at) / self.constants.error_ms)
+        fade = exp(-max(0.0, now_ms - self.ended_at) / self.constants.error_memory_ms)
         return self.bad * fade / (self.seen * fade + 2)
 
     def cost(self, now_ms: float, prompt: float, output: float, hit: float = 0) -> float:
@@ -306,11 +360,11 @@ class Work(Profile):
         ttft = self.ahead(fresh) / rate
         silence = now_ms - self.silent_since if self.waiting > 0 else 0.0
         if silence > ttft and silence > c.hung_ms:  # a node that hangs gives no samples
-            usual = (c.mean_prompt_tokens + c.x0_tokens) / rate
+            usual = (c.mean_prompt_tokens + c.overhead_tokens) / rate
             if silence > c.hung_times * usual:
                 ttft = silence
-        stall = c.kappa * (self.inflight - self.waiting) * fresh / rate
-        cost = ttft + stall + c.decode_share * output * self.decode_ms(now_ms)
+        stall = c.stall_share * max(0, self.inflight - self.waiting) * fresh / rate
+        cost = ttft + stall + c.decode_share * output * self.tpot_ms(now_ms)
         failing = self.error_share(now_ms)
         return (cost + failing * c.error_price_ms) / (1 - failing)
 
@@ -352,7 +406,7 @@ class Ttft(Profile):
             self.sum_us -= tail_us
         best = self.sum_us / len(self.samples)
         if 0 < self.best_us <= best:
-            gone = 1 - exp((self.sampled_at - now_ms) / c.best_ms)
+            gone = 1 - exp((self.sampled_at - now_ms) / c.best_memory_ms)
             best = self.best_us + (ttft_us - self.best_us) * gone
         self.best_us = round(best)
         self.sampled_at = now_ms
@@ -360,7 +414,7 @@ class Ttft(Profile):
     def ttft_ms(self, now_ms: float) -> float:
         """T: mean of the window; of an idle node it decays toward its best."""
         c = self.constants
-        t, age = c.prior_ttft_ms, now_ms - self.sampled_at
+        t, age = c.ttft_prior_ms, now_ms - self.sampled_at
         if self.samples and age <= c.sample_max_age_ms:
             t = self.sum_us / len(self.samples) / 1000
             if age > c.idle_after_ms and self.best_us > 0:
@@ -428,7 +482,7 @@ class PeakEwma(Profile):
         self.sampled_at = now_ms
 
     def idle_score(self, now_ms: float) -> float:
-        return 1000 / (self.ewma_us / 1000 if self.ewma_us > 0 else self.constants.prior_ttft_ms)
+        return 1000 / (self.ewma_us / 1000 if self.ewma_us > 0 else self.constants.ttft_prior_ms)
 
 
 POLICIES: dict[str, type[Profile]] = {

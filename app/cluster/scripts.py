@@ -1,22 +1,25 @@
 """One typed method for each Lua verb: the only place where Python and Lua meet.
 
-A script's text is the shebang, the constants of the scoring settings, the shared parts that
-its first line names (``#!lua _node _grant``) and the verb. Constants are text, not arguments:
-they cost nothing per call. The SHA-1 of the text is its version, so replicas of two releases
-or settings can run side by side. A server that does not know a digest is sent the text by the
-call that noticed (``NOSCRIPT``).
+A script's text is the shebang, the shared parts that its first line names (``#!lua _node
+_grant``; in front of them ``_work``, when that is the policy) and the verb. The settings are
+written into it as literals: they cost nothing per call. The SHA-1 of the text is its version, so
+replicas of two releases or settings can run side by side. A server that does not know a digest is
+sent the text by the call that noticed (``NOSCRIPT``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import re
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.cluster import score
 from app.cluster.link import Argument, Link, NoScript
+from app.cluster.score import ROW
 from app.keys import pool_keys
 from app.model import Grant, Node, Outcome, Quota, Refusal
 
@@ -41,7 +44,17 @@ VERBS = (
     "sweep",
     "admit",
     "settle",
+    "look",
 )
+_OF_WORK = (  # constants of the score that only this policy has
+    "top_k", "mean_prompt_tokens", "mean_output_tokens", "min_prompt_tokens", "overhead_tokens",
+    "lease_tokens", "stall_share", "decode_share", "error_price_ms", "tpot_prior_ms",
+    "untried_times", "keep", "memory_ms", "recover_ms", "best_memory_ms", "error_keep",
+    "error_memory_ms", "hung_ms", "hung_times", "least_ttft_ms",
+)  # fmt: skip
+_NAME = re.compile(r"\b[A-Z][A-Z_]+\b")
+_COMMENT = re.compile(r"^\s*--.*\n", re.MULTILINE)
+Constants = tuple[tuple[str, str], ...]
 _UNLOADED = {"round_robin", "random"}  # policies whose score does not fall with load
 _TWO_CHOICES = {"p2c", "peak_ewma"}
 
@@ -52,8 +65,8 @@ def lua_dir() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "lua"
 
 
-def constants(settings: Settings) -> str:
-    """The settings as the Lua line in front of every script; times in ms."""
+def constants(settings: Settings) -> Constants:
+    """Name → Lua literal: the settings, times in ms, and the columns of a row of policy `work`."""
     scoring, circuit, timeouts = settings.scoring, settings.circuit, settings.timeouts
     values: dict[str, str | float | bool] = {
         "POLICY": scoring.policy,
@@ -74,8 +87,12 @@ def constants(settings: Settings) -> str:
         "OPEN_MS": int(circuit.open_s * 1000),
         "OPEN_MAX_MS": int(circuit.open_max_s * 1000),
         "TRIAL_MS": int((timeouts.connect_s + timeouts.first_token_s) * 1000),
+        "COLUMNS": len(ROW),
+        "ROW": "<" + "d" * len(ROW),
     }
-    return f"local {', '.join(values)} = {', '.join(map(_literal, values.values()))}\n"
+    values |= {name.upper(): column for column, name in enumerate(ROW, 1)}
+    values |= {name.upper(): getattr(score.Constants.of(scoring), name) for name in _OF_WORK}
+    return tuple((name, _literal(value)) for name, value in values.items())
 
 
 def _literal(value: str | float | bool) -> str:
@@ -85,12 +102,16 @@ def _literal(value: str | float | bool) -> str:
 
 
 @cache
-def text(verb: str, constants: str) -> str:
+def text(verb: str, constants: Constants) -> str:
     """The text that Redis runs for ``verb``."""
-    folder = lua_dir()
+    folder, literals = lua_dir(), dict(constants)
     shebang, _, body = (folder / f"{verb}.lua").read_text().partition("\n")
-    parts = [(folder / f"{part}.lua").read_text() for part in shebang.split()[1:]]
-    return "".join(["#!lua\n", constants, *parts, body])
+    names = shebang.split()[1:]
+    if literals["POLICY"] == "'work'" and "_node" in names:
+        names.insert(0, "_work")
+    parts = [(folder / f"{part}.lua").read_text() for part in names]
+    source = _COMMENT.sub("", "".join([*parts, body]))
+    return "#!lua\n" + _NAME.sub(lambda name: literals.get(name[0], name[0]), source)
 
 
 class Scripts:
@@ -106,7 +127,7 @@ class Scripts:
         *,
         namespace: str,
         pool: str,
-        constants: str,
+        constants: Constants,
         clock: Callable[[], int | str] = lambda: "",
         chance: Callable[[], float] = random.random,
     ) -> None:
@@ -157,14 +178,16 @@ class Scripts:
         replica: str,
         ttl_ms: int,
         size: int,
+        output: int,
         tried: Iterable[str] = (),
     ) -> Grant | Refusal:
-        """Pick and lease. ``size`` in prompt tokens; idempotent by ``lease_id``."""
+        """Pick and lease. ``size`` in prompt tokens, ``output`` in tokens of the answer; idempotent
+        by ``lease_id``."""
         keys = self.keys
         reply = await self.run(
             "acquire",
             (keys.score(model), keys.due(model), keys.leases(replica), keys.replicas),
-            lease_id, replica, ttl_ms, size, self._chance(), *tried,
+            lease_id, replica, ttl_ms, size, output, self._chance(), *tried,
         )  # fmt: skip
         return _decode(lease_id, reply)
 
@@ -176,6 +199,7 @@ class Scripts:
         replica: str,
         ttl_ms: int,
         size: int,
+        output: int,
         old: str,
         outcome: Outcome,
         cool_ms: int,
@@ -186,7 +210,8 @@ class Scripts:
         reply = await self.run(
             "move",
             (keys.score(model), keys.due(model), keys.leases(replica), keys.replicas),
-            lease_id, replica, ttl_ms, size, self._chance(), old, outcome.value, cool_ms, *tried,
+            lease_id, replica, ttl_ms, size, output, self._chance(),
+            old, outcome.value, cool_ms, *tried,
         )  # fmt: skip
         return _decode(lease_id, reply)
 
@@ -306,6 +331,11 @@ class Scripts:
         )  # fmt: skip
         return str(before), str(after)
 
+    async def look(self, node_ids: Sequence[str]) -> list[list[float]]:
+        """What policy `work` has learned of each node (``score.ROW``); [] without anything."""
+        told = await self.run("look", (self.keys.work,), *node_ids)
+        return [[float(value) for value in text.split()] for text in told]
+
     async def claim(self, *, interval_ms: int, limit: int = 50) -> list[str]:
         """Take the duty to probe the nodes that are due: their ids."""
         return [str(i) for i in await self.run("claim", (self.keys.probes,), interval_ms, limit)]
@@ -333,5 +363,5 @@ def _decode(lease_id: str, reply: list[str]) -> Grant | Refusal:
     if reply[0] != "leased":
         return Refusal(reply[0], int(reply[1]))
     _, record, score, trial = reply
-    node_id, epoch, _, _ = record.split(" ")
+    node_id, epoch = record.split(" ", 2)[:2]
     return Grant(lease_id, node_id, int(epoch), record, float(score), trial == "1")

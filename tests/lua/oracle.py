@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING
 
+from app.cluster.score import Constants, Work
 from app.config import Circuit, Health, Scoring, Settings, Timeouts
+from app.model import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -40,6 +43,7 @@ class Tuning:
     max_age_ms: int = 300_000
     idle_after_ms: int = 10_000
     slow_start_ms: int = 0
+    top_k: int = 4
     unhealthy_after: int = 3
     threshold: int = 3
     failure_rate: float = 0.25
@@ -47,6 +51,7 @@ class Tuning:
     open_ms: int = 2000
     open_max_ms: int = 60_000
     trial_ms: int = 121_000
+    work: dict[str, float] = field(default_factory=dict)  # settings that only policy work has
 
     def settings(self) -> Settings:
         """The same as the application's settings."""
@@ -61,6 +66,8 @@ class Tuning:
                 sample_max_age_s=self.max_age_ms / 1000,
                 idle_after_s=self.idle_after_ms / 1000,
                 slow_start_s=self.slow_start_ms / 1000,
+                top_k=self.top_k,
+                **self.work,  # type: ignore[arg-type]
             ),
             circuit=Circuit(
                 failure_threshold=self.threshold,
@@ -88,23 +95,29 @@ class Sample:
 
 @dataclass
 class Lease:
-    """A lease as written: ``heard`` once its sample was taken."""
+    """A lease as written: ``heard`` once its sample was taken; ``ahead`` is the work that was
+    before its first token, None when it was granted without policy work."""
 
     node: str
     epoch: int
     start_ms: int
     size: int
     heard: bool = False
+    fresh: float = 0
+    ahead: float | None = None
 
     @classmethod
     def parse(cls, record: str) -> Lease:
         """Read a record back."""
-        node, epoch, start, size = record.split(" ")
-        return cls(node, int(epoch), int(start), int(size.rstrip("+")), size.endswith("+"))
+        node, epoch, start, size, *work = record.rstrip("+").split(" ")
+        fresh, ahead = map(float, work) if work else (int(size), None)
+        heard = record.endswith("+")
+        return cls(node, int(epoch), int(start), int(size), heard, fresh, ahead)
 
     def __str__(self) -> str:
+        work = "" if self.ahead is None else f" {self.fresh:.14g} {self.ahead:.14g}"
         mark = "+" if self.heard else ""
-        return f"{self.node} {self.epoch} {self.start_ms} {self.size}{mark}"
+        return f"{self.node} {self.epoch} {self.start_ms} {self.size}{work}{mark}"
 
 
 @dataclass
@@ -141,6 +154,9 @@ class Node:
     tpot_us: float | None = None
     idle: float = 0.0
     rated_ms: int = 0
+    work: Work = field(default_factory=lambda: Work(Constants()))
+    stood_ms: int = 0
+    blind: float = 0.0  # its score for a request that nothing is known of, as last worked out
 
     @property
     def state(self) -> str:
@@ -190,6 +206,7 @@ def idle_score(node: Node, tuning: Tuning, now: int, *, whatever_probes_say: boo
         return score
     ewma_ms = node.ewma_us / 1000 or tuning.prior_ms
     return {
+        "work": 1.0,  # it has a score of its own
         "least_conn": 1.0,
         "p2c": 1.0,
         "random": 1.0,
@@ -211,6 +228,7 @@ class Oracle:
 
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
+        self.constants = Constants.of(tuning.settings().scoring)
         self.nodes: dict[str, Node] = {}
         self.leases: dict[str, dict[str, Lease]] = {}  # replica → lease id → lease
         self.replicas: dict[str, int] = {}
@@ -226,6 +244,8 @@ class Oracle:
 
     def score(self, node: Node) -> float:
         """Live score."""
+        if self.tuning.policy == "work":
+            return node.blind
         return live_score(node.idle, self.load(node.id), node.capacity, self.tuning.policy)
 
     def serving(self, model: str) -> list[Node]:
@@ -235,13 +255,34 @@ class Oracle:
 
     def _rate(self, node: Node, now: int) -> None:
         node.idle, node.rated_ms = idle_score(node, self.tuning, now), now
+        self._stand(node, now)
+
+    def _stand(self, node: Node, now: int) -> None:
+        """Policy work: the score that stands in the set until the node's next event."""
+        node.work.inflight = self.load(node.id)
+        usable = node.idle > 0 and node.work.inflight < node.capacity
+        node.blind = node.work.score(now) if usable else 0.0
+        node.stood_ms = now
+
+    def _prior(self, node: Node) -> None:
+        """What is thought of a node that has not given a sample yet."""
+        if node.work.best_rate == 0:
+            weights = [n.weight for n in self.nodes.values() if not n.removed]
+            node.work.waited_ms = self.constants.ttft_prior_ms * median(weights) / node.weight
 
     # acquire, move
 
-    def acceptable(self, model: str, tried: Collection[str]) -> set[str]:
-        """The nodes that may be chosen: the best untried; with two choices, all but the worst."""
+    def acceptable(
+        self, model: str, tried: Collection[str], size: int, output: int, now: int
+    ) -> set[str]:
+        """The nodes that may be chosen: the best untried; with two choices, all but the worst;
+        with policy work, of the best few those that cost this request least."""
         eligible = [n for n in self.serving(model) if self.score(n) > 0]
         untried = [n for n in eligible if n.id not in tried]
+        if self.tuning.policy == "work" and untried:
+            costs = {n.id: n.work.cost(now, size, output) for n in untried[: self.constants.top_k]}
+            least = min(costs.values())
+            return {n for n, cost in costs.items() if math.isclose(cost, least, rel_tol=1e-12)}
         if self.tuning.policy in TWO_CHOICES and len(eligible) > len(tried) + 1:
             return {
                 n.id
@@ -306,6 +347,7 @@ class Oracle:
         *,
         ttl_ms: int,
         size: int,
+        output: int = 100,
         tried: Collection[str],
         now: int,
         witness: str,
@@ -318,7 +360,7 @@ class Oracle:
             return ("leased", str(held[lease_id]), "0", "0")
         node, before, trial = self._trial(model, lease_id, tried, now), 0.0, True
         if node is None:
-            allowed, trial = self.acceptable(model, tried), False
+            allowed, trial = self.acceptable(model, tried, size, output, now), False
             allowed = allowed or self._last_resort(model, tried, now)
             if not allowed:
                 reason, retry_ms = self._refusal(model, tried, now)
@@ -326,8 +368,13 @@ class Oracle:
             assert witness in allowed, f"{witness} was chosen, right are {allowed}"
             node = self.nodes[witness]
             before = self.score(node)
-        held[lease_id] = Lease(node.id, node.epoch, now, size)
+        lease = Lease(node.id, node.epoch, now, size)
+        if self.tuning.policy == "work":
+            lease.fresh = node.work.fresh(size)
+            lease.ahead = node.work.leased(now, lease.fresh)
+        held[lease_id] = lease
         self._turn(node)
+        self._stand(node, now)
         return ("leased", str(held[lease_id]), repr(before), "1" if trial else "0")
 
     def _turn(self, node: Node) -> None:
@@ -345,6 +392,7 @@ class Oracle:
         *,
         ttl_ms: int,
         size: int,
+        output: int = 100,
         tried: Collection[str],
         old: str,
         outcome: str,
@@ -357,8 +405,8 @@ class Oracle:
         if lease_id not in self.leases.get(replica, {}):
             self._end(replica, old, outcome, cool_ms, chance, now)
         return self.acquire(
-            lease_id, model, replica, ttl_ms=ttl_ms, size=size, tried=tried, now=now,
-            witness=witness,
+            lease_id, model, replica, ttl_ms=ttl_ms, size=size, output=output, tried=tried,
+            now=now, witness=witness,
         )  # fmt: skip
 
     # first_token, release
@@ -391,6 +439,10 @@ class Oracle:
             gone = 1 - math.exp((last_ms - now) / BEST_MS)
             node.best_us = float(f"{best + (ttft_us - best) * gone:.0f}")
         node.last_ms, node.waiting_until_ms = now, 0
+        if lease.ahead is not None:
+            node.work.first_token(now, ttft_us / 1000, lease.fresh, lease.ahead)
+        else:
+            node.work.answered(now, lease.fresh)
         if node.circuit == "half_open" and node.trial == lease_id:
             self._let_in(node, now)
         self._rate(node, now)
@@ -412,7 +464,7 @@ class Oracle:
         lease = self.leases.get(replica, {}).get(lease_id)
         if lease is None:
             return 0
-        self._end(replica, lease_id, outcome, cool_ms, chance, now)
+        self._end(replica, lease_id, outcome, cool_ms, chance, now, tokens, decode_us)
         node = self.nodes.get(lease.node)
         if tokens and node and not node.removed and node.epoch == lease.epoch:
             per_token = decode_us / tokens
@@ -422,7 +474,15 @@ class Oracle:
         return 1
 
     def _end(
-        self, replica: str, lease_id: str, outcome: str, cool_ms: int, chance: float, now: int
+        self,
+        replica: str,
+        lease_id: str,
+        outcome: str,
+        cool_ms: int,
+        chance: float,
+        now: int,
+        tokens: int = 0,
+        decode_us: int = 0,
     ) -> bool:
         lease = self.leases.get(replica, {}).pop(lease_id, None)
         if lease is None:
@@ -434,6 +494,12 @@ class Oracle:
             if self.load(node.id) == 0:
                 del self.nodes[node.id]
             return True
+        if node.epoch == lease.epoch:
+            node.work.ended(
+                now, Outcome(outcome), heard=lease.heard, fresh=lease.fresh,
+                tokens=tokens + 1 if tokens else 0, decode_ms=decode_us / 1000,
+            )  # fmt: skip
+        self._stand(node, now)
         unremarkable = outcome == "ok" and node.bad == 0
         if node.epoch == lease.epoch and not unremarkable:
             self._learn(node, lease_id, lease, outcome, cool_ms, chance, now)
@@ -519,8 +585,11 @@ class Oracle:
         for lease_id, record in pairs:
             node = self.nodes.get(Lease.parse(record).node)
             if node is not None and not node.removed and lease_id not in held:
-                held[lease_id] = Lease.parse(record)
+                held[lease_id] = lease = Lease.parse(record)
+                if not lease.heard:
+                    node.work.leased(now, lease.fresh)
                 self._turn(node)
+                self._stand(node, now)
                 back += 1
         return back
 
@@ -559,6 +628,7 @@ class Oracle:
                 since_ms=now, probe_ms=now, sweep_ms=now,
             )  # fmt: skip
             self.nodes[node_id] = node
+            node.work = Work(self.constants, weight=node.weight, since_ms=now)
             said = "added"
         else:
             new = {"state": "active", **node.set_by_hand, **fields}
@@ -571,6 +641,7 @@ class Oracle:
                 waits = node.circuit != "closed" or node.cooling_ms > now
                 kept = max(now, node.cooling_ms) if again is None else again
                 node.look_again(kept if waits else None)
+        self._prior(node)
         self._rate(node, now)
         return said, str(node.epoch)
 
@@ -639,5 +710,6 @@ class Oracle:
             node.sweep_ms = now + interval_ms
             if now - node.last_ms > self.tuning.max_age_ms:
                 node.window.clear()
+            self._prior(node)
             self._rate(node, now)
         return len(due), int(bool(self._due("sweep_ms", 1, now)))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T0 = 1_700_000_000_000  # a time in ms, to begin with
 TTL_MS = 10_000
-SORTED = {"score", "due", "replicas", "probes", "sweeps"}  # kinds of keys that are ZSETs
+SORTED = {"score", "due", "replicas", "probes", "sweeps", "weights"}  # kinds of keys that are ZSETs
 
 
 class Pool:
@@ -59,14 +59,16 @@ class Pool:
         *,
         replica: str = "r1",
         size: int = 10,
+        output: int = 100,
         chance: float = 0.0,
         tried: Iterable[str] = (),
         ttl_ms: int = TTL_MS,
     ) -> list[str]:
         """The reply as it came."""
         reply: list[str] = self.run(
-            "acquire", self._ask_keys(model, replica), lease, replica, ttl_ms, size, chance, *tried
-        )
+            "acquire", self._ask_keys(model, replica),
+            lease, replica, ttl_ms, size, output, chance, *tried,
+        )  # fmt: skip
         return reply
 
     def acquired(self, lease: str, model: str = "m", **how: Any) -> str:
@@ -83,6 +85,7 @@ class Pool:
         *,
         replica: str = "r1",
         size: int = 10,
+        output: int = 100,
         chance: float = 0.0,
         outcome: str = "failed",
         cool_ms: int = 0,
@@ -92,7 +95,7 @@ class Pool:
         """The reply as it came."""
         reply: list[str] = self.run(
             "move", self._ask_keys(model, replica),
-            lease, replica, ttl_ms, size, chance, old, outcome, cool_ms, *tried,
+            lease, replica, ttl_ms, size, output, chance, old, outcome, cool_ms, *tried,
         )  # fmt: skip
         return reply
 
@@ -184,6 +187,11 @@ class Pool:
         swept, more = self.run("sweep", (self.keys.sweeps,), interval_ms, limit)
         return swept, more
 
+    def look(self, *nodes: str) -> list[list[float]]:
+        """The row of each node, in the order of ``score.ROW``."""
+        told = self.run("look", (self.keys.work,), *nodes)
+        return [[float(value) for value in text.split()] for text in told]
+
     def admit(
         self, key: str = "team", *, rpm: float = 0, tpm: float = 0, cost: float = 0
     ) -> list[Any]:
@@ -230,10 +238,15 @@ class Pool:
                 pipe.lrange(name, 0, -1)
             elif kind == "nodes":
                 pipe.smembers(name)
+            elif kind == "work":
+                pipe.hkeys(name)
             else:
                 assert kind in {"active", "turn"}, f"unexpected key {name}"
                 pipe.get(name)
-        return {
+        state = {
             name: {member: float(score) for member, score in value} if kind in SORTED else value
             for name, kind, value in zip(names, kinds, pipe.execute(), strict=True)
         }
+        if known := state.get(self.keys.work):
+            state[self.keys.work] = dict(zip(known, self.look(*known), strict=True))
+        return state

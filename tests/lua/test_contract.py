@@ -12,6 +12,7 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from app.cluster.score import ROW
 from app.cluster.scripts import VERBS, Scripts, constants, lua_dir, text
 from app.keys import pool_keys
 from app.model import Node, Outcome
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from app.config import Policy
+
 PER_REQUEST = ("acquire", "move", "first_token", "release", "admit", "settle")
 CONSTANTS = constants(Tuning().settings())
+OF_THE_ROW = {name.upper() for name in ROW} | {"ROW", "COLUMNS"}
 PARAMETER = re.compile(r"^-- (KEYS|ARGV)\[(\d+)(\.\.\.)?\]\s+(\w+)", re.MULTILINE)
 
 
@@ -92,12 +96,14 @@ NODE = Node(
 )
 WORDS: dict[str, Any] = {  # what each name in a header stands for in the calls below
     "now": T0, "prefix": "ns:{pool}:", "lease": "lease-2", "replica": "replica-1", "ttl": 9000,
-    "size": 33, "chance": 0.25, "old": "lease-1", "outcome": "saturated", "cool": 700, "tokens": 5,
-    "decode": 6000, "limit": 50, "ttft": 81_000, "id": "node-1", "models": "m {x}\nn",
+    "size": 33, "output": 44, "chance": 0.25, "old": "lease-1", "outcome": "saturated",
+    "cool": 700, "tokens": 5, "decode": 6000, "limit": 50, "ttft": 81_000, "id": "node-1", "models": "m {x}\nn",
     "health": "new", "epoch": 77, "verdict": "waiting", "value": 4000, "valid": 3000,
     "interval": 5000, "rpm": 60, "tpm": 9000, "cost": 120, "delta": -30,
 }  # fmt: skip
-REST = {"acquire": ["a", "b"], "move": ["a", "b"], "reassert": ["x", "a 1 2 3"]}
+REST = {
+    "acquire": ["a", "b"], "move": ["a", "b"], "look": ["a", "b"], "reassert": ["x", "a 1 2 3"],
+}  # fmt: skip
 
 
 async def sent(verb: str, pool: str = "pool") -> tuple[list[str], list[Any]]:
@@ -107,7 +113,13 @@ async def sent(verb: str, pool: str = "pool") -> tuple[list[str], list[Any]]:
         link,  # type: ignore[arg-type]
         namespace="ns", pool=pool, constants=CONSTANTS, clock=lambda: T0, chance=lambda: 0.25,
     )  # fmt: skip
-    ask: dict[str, Any] = {"replica": "replica-1", "ttl_ms": 9000, "size": 33, "tried": ["a", "b"]}
+    ask: dict[str, Any] = {
+        "replica": "replica-1",
+        "ttl_ms": 9000,
+        "size": 33,
+        "output": 44,
+        "tried": ["a", "b"],
+    }
     busy: dict[str, Any] = {"outcome": Outcome.SATURATED, "cool_ms": 700}
     refused = ["unknown", "0"]
     calls: dict[str, tuple[Any, Callable[[], Any]]] = {
@@ -132,6 +144,7 @@ async def sent(verb: str, pool: str = "pool") -> tuple[list[str], list[Any]]:
             "team-a", rpm=60, tpm=9000, cost=120)),
         "settle": (1, lambda: scripts.settle("team-a", rpm=60, tpm=9000, delta=-30)),
     }  # fmt: skip
+    calls["look"] = ([""], lambda: scripts.look(["a", "b"]))
     link.reply, call = calls[verb]
     await call()
     [(command, _, count, *rest)] = link.sent
@@ -172,7 +185,7 @@ async def test_the_wrapper_sends_what_the_header_names_in_its_order(verb: str) -
         "score": named.score("m {x}"), "due": named.due("m {x}"), "nodes": named.nodes,
         "leases": named.leases("replica-1"), "replicas": named.replicas,
         "node": named.node("node-1"), "probes": named.probes, "sweeps": named.sweeps,
-        "limit": named.limit("team-a"),
+        "limit": named.limit("team-a"), "work": named.work,
     }  # fmt: skip
     assert keys == [right[name] for name in header.keys]
     fixed = header.args[:-1] if header.rest else header.args
@@ -213,22 +226,35 @@ def test_the_one_hash_that_is_read_whole_is_the_record_of_one_node() -> None:
 
 
 def test_every_setting_of_the_score_the_circuit_and_health_reaches_the_scripts() -> None:
-    names, _, values = CONSTANTS.removeprefix("local ").strip().partition(" = ")
-    found = dict(zip(names.split(", "), values.split(", "), strict=True))
+    found = dict(CONSTANTS)
     tuned = Tuning(
         alpha=0.7, baseline_ms=51, prior_ms=101, floor_ms=11, window=52, max_age_ms=301_000,
         idle_after_ms=12_500, slow_start_ms=2500, unhealthy_after=4, threshold=5,
         failure_rate=0.4, min_samples=9, open_ms=2500, open_max_ms=61_500, trial_ms=99_000,
+        top_k=3, work={
+            "mean_prompt_tokens": 500, "mean_output_tokens": 99, "min_prompt_tokens": 8,
+            "overhead_tokens": 120, "lease_tokens": 21, "stall_share": 0.2, "decode_share": 0.06,
+            "error_price_ms": 900, "tpot_prior_ms": 31, "untried_times": 9, "memory_s": 6,
+            "recover_s": 7, "best_memory_s": 200, "error_memory_s": 20, "hung_s": 1.5,
+            "hung_times": 4,
+        },
     )  # fmt: skip
-    changed = constants(tuned.settings()).partition(" = ")[2].strip().split(", ")
-    assert dict(zip(found, changed, strict=True)) == {
+    changed = {name: value for name, value in constants(tuned.settings()) if name not in OF_THE_ROW}
+    assert changed == {
         "POLICY": "'ttft'", "BY_LOAD": "true", "TWO_CHOICES": "false", "ALPHA": "0.7",
         "BASELINE_MS": "51.0", "PRIOR_MS": "101.0", "FLOOR_MS": "11.0", "WINDOW": "52",
         "SAMPLE_MAX_AGE_MS": "301000", "IDLE_AFTER_MS": "12500", "SLOW_START_MS": "2500",
         "UNHEALTHY_AFTER": "4", "FAILURE_RATE": "0.4", "MIN_SAMPLES": "9",
         "FAILURE_THRESHOLD": "5", "OPEN_MS": "2500", "OPEN_MAX_MS": "61500", "TRIAL_MS": "99000",
+        "TOP_K": "3", "MEAN_PROMPT_TOKENS": "500", "MEAN_OUTPUT_TOKENS": "99",
+        "MIN_PROMPT_TOKENS": "8", "OVERHEAD_TOKENS": "120.0", "LEASE_TOKENS": "21.0",
+        "STALL_SHARE": "0.2", "DECODE_SHARE": "0.06", "ERROR_PRICE_MS": "900.0",
+        "TPOT_PRIOR_MS": "31.0", "UNTRIED_TIMES": "9.0", "MEMORY_MS": "6000.0",
+        "RECOVER_MS": "7000.0", "BEST_MEMORY_MS": "200000.0", "ERROR_MEMORY_MS": "20000.0",
+        "HUNG_MS": "1500.0", "HUNG_TIMES": "4.0", "KEEP": "0.98", "ERROR_KEEP": "0.95",
+        "LEAST_TTFT_MS": "1",
     }  # fmt: skip
-    for name in set(found) - {"POLICY", "BY_LOAD", "TWO_CHOICES"}:
+    for name in found:
         used_in = [path.stem for path in lua_dir().glob("*.lua")
                    if re.search(rf"\b{name}\b", code(path.read_text()))]  # fmt: skip
         assert used_in, f"{name} is written and never read"
@@ -237,10 +263,10 @@ def test_every_setting_of_the_score_the_circuit_and_health_reaches_the_scripts()
 # Idempotence
 
 
-@pytest.fixture
-def pool(valkey: redis.Redis) -> Pool:
+@pytest.fixture(params=["ttft", "work"])
+def pool(valkey: redis.Redis, request: pytest.FixtureRequest) -> Pool:
     """Nodes a and b, one lease old on a."""
-    pool = Pool(valkey, Tuning(threshold=1))
+    pool = Pool(valkey, Tuning(policy=request.param, threshold=1))
     pool.register("a", ["m", "n"], capacity=2)
     pool.register("b", capacity=1)
     pool.acquired("old", "n", size=20)
@@ -312,6 +338,7 @@ def test_a_reap_sent_twice_ends_leases_once(pool: Pool) -> None:
 
 MALFORMED: dict[str, Callable[[Pool], Any]] = {
     "size": lambda pool: pool.acquire("x", size=-1),
+    "output": lambda pool: pool.acquire("x", output=-1),
     "size of a float": lambda pool: pool.acquire("x", size=1.5),  # type: ignore[arg-type]
     "ttl": lambda pool: pool.acquire("x", ttl_ms="soon"),  # type: ignore[arg-type]
     "chance": lambda pool: pool.acquire("x", chance="x"),  # type: ignore[arg-type]
@@ -476,8 +503,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
         yield client
 
 
-def test_every_verb_runs_on_a_cluster_without_a_key_of_another_slot(cluster: redis.Redis) -> None:
-    pool = Pool(cluster, Tuning(policy="round_robin", threshold=1))
+@pytest.mark.parametrize("policy", ["round_robin", "work"])
+def test_every_verb_runs_on_a_cluster_without_a_key_of_another_slot(
+    cluster: redis.Redis, policy: Policy
+) -> None:
+    cluster.flushall()
+    pool = Pool(cluster, Tuning(policy=policy, threshold=1))
     for node in "abc":
         pool.register(node, ["m {x}", "n"])
     record = pool.acquire("x", "m {x}", tried=["b", "c"])[1]
@@ -486,6 +517,7 @@ def test_every_verb_runs_on_a_cluster_without_a_key_of_another_slot(cluster: red
     pool.release("y", "saturated", cool_ms=5)
     pool.later(2000)
     assert pool.acquire("z", "n")[3] == "1"
+    assert len(pool.look("a")[0]) == (len(ROW) if policy == "work" else 0)
     assert sorted(pool.claim()) == ["a", "b", "c"]
     assert tuple(pool.observe("b", "loading")) == ("ok", "loading")
     assert pool.sweep() == (3, 0)
@@ -516,7 +548,7 @@ def calls_of(client: Any, work: Callable[[], Any]) -> dict[str, int]:
     return {name: of["calls"] for name, of in stats.items() if "config" not in name}
 
 
-@pytest.mark.parametrize("policy", ["ttft", "p2c", "round_robin"])
+@pytest.mark.parametrize("policy", ["work", "ttft", "p2c", "round_robin"])
 def test_a_request_costs_the_same_number_of_commands_with_10_and_with_1000_nodes(
     valkey: redis.Redis, policy: Any
 ) -> None:

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from app.cluster.score import ROW
 from tests.lua.oracle import Lease, Oracle, Tuning, live_score
 from tests.lua.pool import T0, TTL_MS, Pool
 
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 NODES, MODELS, REPLICAS = ("a", "b", "c"), ("m", "n"), ("r1", "r2")
 OUTCOMES = ("ok", "failed", "saturated", "rejected", "abandoned")
 POLICIES: tuple[Policy, ...] = (
-    "ttft", "round_robin", "random", "least_conn", "weighted_least_conn", "p2c", "peak_ewma",
+    "work", "ttft", "round_robin", "random", "least_conn", "weighted_least_conn", "p2c",
+    "peak_ewma",
 )  # fmt: skip
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 PROFILES = {
@@ -55,6 +57,7 @@ def tunings(policy: Policy) -> st.SearchStrategy[Tuning]:
         max_age_ms=st.sampled_from((20_000, 300_000)),
         idle_after_ms=st.sampled_from((500, 10_000)),
         slow_start_ms=st.sampled_from((0, 0, 5000)),
+        top_k=st.sampled_from((1, 2, 4)),
         unhealthy_after=st.sampled_from((1, 2, 3)),
         threshold=st.sampled_from((1, 1, 2, 3, 50)),
         failure_rate=st.sampled_from((0.25, 0.5)),
@@ -69,7 +72,8 @@ cools = st.sampled_from((0, 1, 700, 7000))
 asks = st.fixed_dictionaries(
     {
         "model": st.sampled_from(("m", "m", "m", "m", "n", "unheard")),
-        "size": st.sampled_from((0, 12, 4096)),
+        "size": st.sampled_from((0, 12, 512, 4096)),
+        "output": st.sampled_from((0, 100, 800)),
         "ttl_ms": st.sampled_from((TTL_MS, 500)),
     }
 )
@@ -362,7 +366,12 @@ def assert_invariants(pool: Pool, state: dict[str, Any], oracle: Oracle) -> None
         record = state[keys.node(node_id)]
         window = state.get(keys.ttft(node_id), [])
         load = int(state.get(keys.active(node_id), 0))
-        right = published(record, window, load, pool.tuning, oracle.nodes[node_id].rated_ms)
+        node = oracle.nodes[node_id]
+        right = published(record, window, load, pool.tuning, node.rated_ms)
+        if pool.tuning.policy == "work" and right:
+            row = dict(zip(ROW, state[keys.work][node_id], strict=True))
+            assert row["inflight"] == load
+            right = published_work(row, node.stood_ms)
         for model in record["models"].split():
             stored = state[keys.score(model)][node_id]
             assert stored == pytest.approx(right, rel=1e-9), (node_id, model, record)
@@ -397,6 +406,7 @@ def published(
         return k / ((load + 1) * (tuning.alpha * t / tuning.baseline_ms + (1 - tuning.alpha)))
     ewma_ms = int(record.get("ewma_us", 0)) / 1000 or tuning.prior_ms
     return {
+        "work": 1.0,
         "least_conn": 1 / (load + 1),
         "p2c": 1 / (load + 1),
         "weighted_least_conn": k / (load + 1),
@@ -404,6 +414,26 @@ def published(
         "round_robin": 1 / (1 + int(record.get("picked", 0))),
         "peak_ewma": 1000 / ((load + 1) * ewma_ms),
     }[tuning.policy]
+
+
+def published_work(row: dict[str, float], at_ms: int) -> float:
+    """The score of policy work as README states it, of one stored row and the defaults: of a
+    prompt of 512 tokens and an answer of 100."""
+    rate, tpot = row["worked"] / row["waited_ms"], row["decoding_ms"] / row["decoded"]
+    if row["waiting"] == 0:
+        idle = math.exp((row["sampled_at"] - at_ms) / 5000)
+        rate = row["best_rate"] * (1 - idle) + rate * idle if row["best_rate"] else 10 * rate
+        idle = math.exp((row["ended_at"] - at_ms) / 5000)
+        tpot = row["best_tpot"] * (1 - idle) + tpot * idle
+    ttft = (row["queued"] + 512 + 128 + 20 * row["inflight"]) / rate
+    silence = at_ms - row["silent_since"] if row["waiting"] else 0
+    if silence > max(1000, ttft, 3 * 640 / rate):
+        ttft = silence
+    stall = 0.1 * (row["inflight"] - row["waiting"]) * 512 / rate
+    cost = ttft + stall + 0.05 * 100 * tpot
+    lately = math.exp((row["ended_at"] - at_ms) / 30_000)
+    failing = row["bad"] * lately / (row["seen"] * lately + 2)
+    return 1000 * (1 - failing) / (cost + failing * 1000)
 
 
 def assert_same(pool: Pool, state: dict[str, Any], oracle: Oracle) -> None:
@@ -417,6 +447,9 @@ def assert_same(pool: Pool, state: dict[str, Any], oracle: Oracle) -> None:
         right["lw:{default}:turn"] = str(oracle.turn)
     for replica, held in oracle.leases.items():
         right[keys.leases(replica)] = {i: str(lease) for i, lease in held.items()}
+    if pool.tuning.policy == "work":
+        right[keys.work] = {node.id: node.work.row for node in nodes}
+        right["lw:{default}:weights"] = {n.id: n.weight for n in nodes if not n.removed}
     for node in nodes:
         right[keys.ttft(node.id)] = [str(sample) for sample in node.window]
         right[keys.active(node.id)] = str(oracle.load(node.id))
@@ -442,8 +475,7 @@ def assert_close(found: Any, right: Any, name: str) -> None:
     off = {
         key: (value, right[key])
         for key, value in found.items()
-        if value != right[key]
-        and not (isinstance(value, float) and math.isclose(value, right[key], rel_tol=1e-9))
+        if value != right[key] and value != pytest.approx(right[key], rel=1e-9)
     }
     assert not off, f"{name} (found, right): {off}"
 

@@ -260,7 +260,9 @@ async def registered(valkey: redis.Redis, valkey_server: ValkeyServer) -> None:
                 if node.pool == pool:
                     await scripts.register(node)
             if pool == "default":
-                granted = await scripts.acquire("l1", "m", replica="r1", ttl_ms=60_000, size=7)
+                granted = await scripts.acquire(
+                    "l1", "m", replica="r1", ttl_ms=60_000, size=7, output=100
+                )
                 assert isinstance(granted, Grant)
                 assert granted.node_id == "a"
                 assert await scripts.first_token("l1", replica="r1", ttft_us=200_000)

@@ -29,7 +29,7 @@ def tried(rate: float = 10.0, decode_ms: float = 20.0) -> Work:
     """A node that is known: so many tokens of work per ms, best and now."""
     node = work()
     node.worked, node.waited_ms, node.best_rate = rate * 100, 100.0, rate
-    node.decoded, node.decoding_ms, node.best_decode = 10.0, decode_ms * 10, decode_ms
+    node.decoded, node.decoding_ms, node.best_tpot = 10.0, decode_ms * 10, decode_ms
     return node
 
 
@@ -80,8 +80,8 @@ def test_decoding_is_learned_from_the_tokens_after_the_first() -> None:
     keep = 0.98 * math.exp(-1050 / 5000)
     assert node.decoded == keep + 50
     assert node.decoding_ms == 30 * keep + 1000
-    assert node.decode_ms(1050.0) == pytest.approx((30 * keep + 1000) / (keep + 50))
-    assert node.best_decode == node.decoding_ms / node.decoded
+    assert node.tpot_ms(1050.0) == pytest.approx((30 * keep + 1000) / (keep + 50))
+    assert node.best_tpot == node.decoding_ms / node.decoded
 
 
 def test_the_score_is_a_thousand_over_the_cost_of_the_mean_request() -> None:
@@ -226,8 +226,8 @@ def test_a_bad_first_sample_does_not_starve_a_node_that_warms_up() -> None:
 
 def test_a_replica_alone_keeps_its_rarer_samples_for_longer() -> None:
     alone = C.alone(16)
-    assert (alone.window_ms, alone.idle_ms) == (80_000, 80_000)
-    assert replace(alone, window_ms=C.window_ms, idle_ms=C.idle_ms) == C
+    assert (alone.memory_ms, alone.recover_ms) == (80_000, 80_000)
+    assert replace(alone, memory_ms=C.memory_ms, recover_ms=C.recover_ms) == C
     assert C.alone(0) == C
 
 

@@ -366,8 +366,8 @@ def test_a_node_that_joins_begins_with_the_prior_of_that_moment() -> None:
 def test_replicas_that_share_nothing_keep_their_samples_for_longer() -> None:
     alone = routers_of("work", "local")
     assert len(alone) == 16
-    assert {router.constants.window_ms for router in alone} == {16 * 5000}
-    assert [router.constants.window_ms for router in routers_of("work", "global")] == [5000]
+    assert {router.constants.memory_ms for router in alone} == {16 * 5000}
+    assert [router.constants.memory_ms for router in routers_of("work", "global")] == [5000]
 
 
 def routers_of(policy: str, sharing: str) -> list[Shipped]:
