@@ -97,7 +97,8 @@ NODE = Node(
 WORDS: dict[str, Any] = {  # what each name in a header stands for in the calls below
     "now": T0, "prefix": "ns:{pool}:", "lease": "lease-2", "replica": "replica-1", "ttl": 9000,
     "size": 33, "output": 44, "chance": 0.25, "old": "lease-1", "outcome": "saturated",
-    "cool": 700, "tokens": 5, "decode": 6000, "limit": 50, "ttft": 81_000, "id": "node-1", "models": "m {x}\nn",
+    "cool": 700, "tokens": 5, "decode": 6000, "limit": 50, "ttft": 81_000, "id": "node-1",
+    "models": "m {x}\nn",
     "health": "new", "epoch": 77, "verdict": "waiting", "value": 4000, "valid": 3000,
     "interval": 5000, "rpm": 60, "tpm": 9000, "cost": 120, "delta": -30,
 }  # fmt: skip

@@ -100,14 +100,15 @@ def test_the_example_of_an_alias_is_one() -> None:
 
 def test_numbers_have_their_unit_in_the_name() -> None:
     plain = {"port", "alpha", "window", "failure_threshold", "max_attempts", "weight", "capacity",
-             "failure_rate", "min_samples", "unhealthy_after"}  # fmt: skip
+             "failure_rate", "min_samples", "unhealthy_after", "top_k"}  # fmt: skip
+    units = ("_ms", "_s", "_mib", "_tokens", "_share", "_times")
     for section, field in Settings.model_fields.items():
         model = field.annotation
         if isinstance(model, type) and issubclass(model, BaseModel):
             for name, setting in model.model_fields.items():
                 kind = setting.annotation
                 if kind in {int, float} and name not in plain:
-                    assert name.endswith(("_ms", "_s", "_mib")), f"{section}.{name}"
+                    assert name.endswith(units), f"{section}.{name}"
 
 
 # What is refused: (file, what the message says)
