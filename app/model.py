@@ -45,13 +45,13 @@ class Node:
 # Made for every request, so not frozen: a frozen dataclass costs four times as much to make.
 @dataclass(slots=True)
 class Ask:
-    """What routing needs to know of a request: model, prompt size, expected size of the answer,
-    whether tokens are streamed."""
+    """What routing needs to know of a request: model, prompt size, whether tokens are streamed,
+    and how many are likely to come (0: the answer is not generated token by token)."""
 
     model: str
     prompt_tokens: int = 0
-    output_tokens: int = 100
     stream: bool = False
+    output_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ local function finish(leases, id, outcome, cool_ms, chance, tokens, decode_us)
     row = row_of(lease.node, clock())
     row[INFLIGHT] = n
     if epoch == lease.epoch then over(row, clock(), lease, outcome, tokens, decode_us / 1000) end
-    remember(lease.node, row)
+    remember(lease.node, row, clock())
   end
   if epoch ~= lease.epoch or (outcome == 'ok' and bad == '0.0000') then -- nothing learned
     put(lease.node, tonumber(base), tonumber(capacity), models, n, row)

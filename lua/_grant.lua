@@ -60,10 +60,10 @@ local function rank(score_key, tried, tries, chance, now, fresh)
   end
   if #ids == 0 then return nil end
   local texts, output = redis.call('HMGET', work_key, unpack(ids)), tonumber(ARGV[7])
-  local least, equals, rows = nil, {}, {}
+  local least, equals = nil, {}
   for i = 1, #ids do
-    rows[i] = row_of(ids[i], now, texts[i])
-    local cost = cost_of(rows[i], now, fresh, output)
+    local base, prompt, answer = terms_of(ids[i], now, texts[i])
+    local cost = base + prompt * fresh + answer * output
     if not least or cost < least then
       least, equals = cost, {i}
     elseif cost == least then
@@ -71,7 +71,7 @@ local function rank(score_key, tried, tries, chance, now, fresh)
     end
   end
   local i = equals[math.floor(chance * #equals) + 1]
-  return ids[i], scores[i], rows[i]
+  return ids[i], scores[i], row_of(ids[i], now, texts[i])
 end
 
 -- No eligible node: the last resort, else {reason, retry in ms}. A probe may be wrong, and a
@@ -141,7 +141,7 @@ local function count(node_id, base, capacity, models, row, fresh, heard)
   if POLICY == 'work' then
     row = row or row_of(node_id, clock())
     leased(row, clock(), fresh, n, heard)
-    remember(node_id, row)
+    remember(node_id, row, clock())
   end
   put(node_id, base, capacity, models, n, row)
 end

@@ -31,11 +31,15 @@ local function clock()
 end
 
 -- Write the live score of a node with n leases in flight into the set of each of its models.
--- `row` is that of policy `work`, when the caller has it.
+-- `row` is that of policy `work`, when the caller has just remembered it.
 local function put(id, base, capacity, models, n, row)
   local score = n < capacity and base or 0
   if POLICY == 'work' then
-    if score > 0 then score = blind_score(row or row_of(id, clock()), clock()) end
+    if not row then
+      row = row_of(id, clock())
+      remember(id, row, clock())
+    end
+    if score > 0 then score = blind_score(row) end
   elseif BY_LOAD then
     score = score / (n + 1)
   end

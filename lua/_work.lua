@@ -2,14 +2,10 @@
 -- _node, when that is the policy. The arithmetic of app/cluster/score.py, in the same order.
 --
 -- Of each node a row of numbers, packed as doubles in the hash `work` (the verb `look` tells them);
--- INFLIGHT, WAITING ... are its columns. INFLIGHT is a copy of the node's counter, so that a pick
+-- COST, PER_PROMPT ... are its columns. INFLIGHT is a copy of the node's counter, so that a pick
 -- reads one thing of a candidate.
 
 local work_key, weights_key = ARGV[2] .. 'work', ARGV[2] .. 'weights'
-
-local function remember(id, row)
-  redis.call('HSET', work_key, id, struct.pack(ROW, unpack(row, 1, COLUMNS)))
-end
 
 local function median_weight()
   local n = redis.call('ZCARD', weights_key)
@@ -23,21 +19,6 @@ end
 local function prior(row, weight)
   row[WORKED] = MEAN_PROMPT_TOKENS + OVERHEAD_TOKENS
   row[WAITED_MS] = PRIOR_MS * (median_weight() or weight) / weight
-end
-
-local function new_row(weight, n, now)
-  local row = {n, 0, 0, now, 0, 0, now, 0, 1, TPOT_PRIOR_MS, TPOT_PRIOR_MS, now, 0, 0}
-  prior(row, weight)
-  return row
-end
-
--- The row of a node; a new one where there is none, or one that this version cannot read.
-local function row_of(id, now, text)
-  text = text or redis.call('HGET', work_key, id)
-  if text and #text == 8 * COLUMNS then return {struct.unpack(ROW, text)} end
-  local weight = tonumber(redis.call('HGET', ARGV[2] .. 'node:' .. id, 'weight') or '') or 1
-  local n = tonumber(redis.call('GET', ARGV[2] .. 'active:' .. id) or '') or 0
-  return new_row(weight, math.max(0, n), now)
 end
 
 -- Work in tokens until a request with `fresh` prompt tokens to prefill has its first one.
@@ -69,26 +50,59 @@ local function error_share(row, now)
   return row[BAD] * fade / (row[SEEN] * fade + 2)
 end
 
--- Predicted ms that a request costs here: wait, stall of others, decoding, retries.
-local function cost_of(row, now, fresh, output)
+-- What a request costs here, in ms: COST + PER_PROMPT * fresh tokens + PER_OUTPUT * tokens of the
+-- answer, written into the row; a pick reads these three of a candidate. Wait, stall of others,
+-- decoding, retries.
+local function set_terms(row, now)
   local rate = rate_of(row, now)
-  local ttft_ms = ahead_of(row, fresh) / rate
+  local base, prompt = ahead_of(row, 0) / rate, 1 / rate
   if row[WAITING] > 0 then -- a node that hangs gives no samples
     local silence = now - row[SILENT_SINCE]
-    if silence > ttft_ms and silence > HUNG_MS
-      and silence > HUNG_TIMES * ((MEAN_PROMPT_TOKENS + OVERHEAD_TOKENS) / rate) then
-      ttft_ms = silence
+    local usual = (MEAN_PROMPT_TOKENS + OVERHEAD_TOKENS) / rate
+    if silence > HUNG_MS and silence > base + MEAN_PROMPT_TOKENS / rate
+      and silence > HUNG_TIMES * usual then
+      base, prompt = silence, 0
     end
   end
-  local stall = STALL_SHARE * math.max(0, row[INFLIGHT] - row[WAITING]) * fresh / rate
-  local cost = ttft_ms + stall + DECODE_SHARE * output * tpot_of(row, now)
-  local failing = error_share(row, now)
-  return (cost + failing * ERROR_PRICE_MS) / (1 - failing)
+  prompt = prompt + STALL_SHARE * math.max(0, row[INFLIGHT] - row[WAITING]) / rate
+  local output, failing = DECODE_SHARE * tpot_of(row, now), error_share(row, now)
+  local tries = 1 / (1 - failing)
+  row[COST] = (base + failing * ERROR_PRICE_MS) * tries
+  row[PER_PROMPT], row[PER_OUTPUT] = prompt * tries, output * tries
+end
+
+local function new_row(weight, n, now)
+  local row = {0, 0, 0, n, 0, 0, now, 0, 0, now, 0, 1, TPOT_PRIOR_MS, TPOT_PRIOR_MS, now, 0, 0}
+  prior(row, weight)
+  set_terms(row, now)
+  return row
+end
+
+-- The row of a node; a new one where there is none, or one that this version cannot read.
+local function row_of(id, now, text)
+  text = text or redis.call('HGET', work_key, id)
+  if text and #text == 8 * COLUMNS then return {struct.unpack(ROW, text)} end
+  local weight = tonumber(redis.call('HGET', ARGV[2] .. 'node:' .. id, 'weight') or '') or 1
+  local n = tonumber(redis.call('GET', ARGV[2] .. 'active:' .. id) or '') or 0
+  return new_row(weight, math.max(0, n), now)
+end
+
+-- Its terms alone.
+local function terms_of(id, now, text)
+  if text and #text == 8 * COLUMNS then return struct.unpack('<ddd', text) end
+  return unpack(row_of(id, now, text), 1, 3)
 end
 
 -- The live score: of a request that nothing is known of.
-local function blind_score(row, now)
-  return 1000 / cost_of(row, now, math.max(MIN_PROMPT_TOKENS, MEAN_PROMPT_TOKENS), MEAN_OUTPUT_TOKENS)
+local function blind_score(row)
+  return 1000 / (row[COST] + row[PER_PROMPT] * math.max(MIN_PROMPT_TOKENS, MEAN_PROMPT_TOKENS)
+    + row[PER_OUTPUT] * MEAN_OUTPUT_TOKENS)
+end
+
+-- Keep what was learned, with the terms that follow from it.
+local function remember(id, row, now)
+  set_terms(row, now)
+  redis.call('HSET', work_key, id, struct.pack(ROW, unpack(row, 1, COLUMNS)))
 end
 
 -- The three events of a lease. `n` is the counter after it.

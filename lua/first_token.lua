@@ -59,7 +59,7 @@ if POLICY == 'work' then
     node.row[SILENT_SINCE] = now
     answered(node.row, lease.fresh)
   end
-  remember(node.id, node.row)
+  remember(node.id, node.row, now)
 end
 node.waiting_until_ms = 0 -- it answers again
 if node.circuit == 'half_open' and node.trial == lease.id then

@@ -51,7 +51,7 @@ if POLICY == 'work' then
   redis.call('ZADD', prefix .. 'weights', node.weight, id)
   node.row = said == 'added' and new_row(node.weight, active(id), now) or row_of(id, now)
   if node.row[BEST_RATE] == 0 then prior(node.row, node.weight) end
-  remember(id, node.row)
+  remember(id, node.row, now)
 end
 if old and old.models ~= models and (node.circuit ~= 'closed' or node.cooling_until_ms > now) then
   due(node, at or math.max(now, node.cooling_until_ms))

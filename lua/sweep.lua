@@ -26,7 +26,7 @@ for _, id in ipairs(ids) do
     if POLICY == 'work' then
       node.row = row_of(id, now)
       if node.row[BEST_RATE] == 0 then prior(node.row, node.weight) end -- weights may have changed
-      remember(id, node.row)
+      remember(id, node.row, now)
     end
     keep(node, active(id), now)
   else

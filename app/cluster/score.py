@@ -20,7 +20,7 @@ from math import exp
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from app.config import Scoring
     from app.model import Outcome
@@ -183,11 +183,23 @@ class Profile:
         return 1.0
 
 
-ROW = (
+COLUMNS = (
+    "cost", "per_prompt", "per_output",
     "inflight", "waiting", "queued", "silent_since", "worked", "waited_ms", "sampled_at",
     "best_rate", "decoded", "decoding_ms", "best_tpot", "ended_at", "bad", "seen",
 )  # fmt: skip
-"""What `Work` keeps of a node, in the order of the row that the scripts keep of it."""
+"""The row that the scripts keep of a node: its terms, then what `Work` keeps."""
+
+
+Terms = tuple[float, float, float]
+"""The cost of a request on a node is linear in it: ms, ms per fresh prompt token, and ms per token
+of the answer. They are worked out at the node's events and each sweep, so that a pick has three
+numbers to read of a candidate."""
+
+
+def cost(terms: Terms, fresh: float, output: float) -> float:
+    """Predicted ms that a request costs where the terms are of, from its tokens."""
+    return terms[0] + terms[1] * fresh + terms[2] * output
 
 
 class Work(Profile):
@@ -239,14 +251,9 @@ class Work(Profile):
         self.seen = 0.0
         """Outcomes, faded."""
 
-    @property
-    def row(self) -> list[float]:
-        """What is kept, in the order of `ROW`."""
-        return [getattr(self, name) for name in ROW]
-
-    @row.setter
-    def row(self, row: Iterable[float]) -> None:
-        for name, value in zip(ROW, row, strict=True):
+    def load(self, row: Sequence[float]) -> None:
+        """Take over a row of `COLUMNS`."""
+        for name, value in zip(COLUMNS[3:], row[3:], strict=True):
             setattr(self, name, value)
 
     def fresh(self, prompt: float, hit: float = 0) -> float:
@@ -352,27 +359,36 @@ class Work(Profile):
         fade = exp(-max(0.0, now_ms - self.ended_at) / self.constants.error_memory_ms)
         return self.bad * fade / (self.seen * fade + 2)
 
-    def cost(self, now_ms: float, prompt: float, output: float, hit: float = 0) -> float:
+    def terms(self, now_ms: float) -> Terms:
         """Predicted ms that a request costs here: wait, stall of others, decoding, retries."""
         c = self.constants
-        fresh = self.fresh(prompt, hit)
         rate = self.rate(now_ms)
-        ttft = self.ahead(fresh) / rate
-        silence = now_ms - self.silent_since if self.waiting > 0 else 0.0
-        if silence > ttft and silence > c.hung_ms:  # a node that hangs gives no samples
+        base, prompt = self.ahead(0) / rate, 1 / rate
+        if self.waiting > 0:  # a node that hangs gives no samples
+            silence = now_ms - self.silent_since
             usual = (c.mean_prompt_tokens + c.overhead_tokens) / rate
-            if silence > c.hung_times * usual:
-                ttft = silence
-        stall = c.stall_share * max(0, self.inflight - self.waiting) * fresh / rate
-        cost = ttft + stall + c.decode_share * output * self.tpot_ms(now_ms)
+            predicted = base + c.mean_prompt_tokens / rate
+            if silence > c.hung_ms and silence > predicted and silence > c.hung_times * usual:
+                base, prompt = silence, 0.0
+        prompt += c.stall_share * max(0, self.inflight - self.waiting) / rate
+        output = c.decode_share * self.tpot_ms(now_ms)
         failing = self.error_share(now_ms)
-        return (cost + failing * c.error_price_ms) / (1 - failing)
+        tries = 1 / (1 - failing)
+        return (base + failing * c.error_price_ms) * tries, prompt * tries, output * tries
+
+    def cost(self, now_ms: float, prompt: float, output: float, hit: float = 0) -> float:
+        """What the terms of now make of one request, `hit` tokens of its prompt being cached."""
+        return cost(self.terms(now_ms), self.fresh(prompt, hit), output)
 
     def score(self, now_ms: float) -> float:
         if self.inflight >= self.capacity:
             return 0.0
+        return self.score_of(self.terms(now_ms))
+
+    def score_of(self, terms: Terms) -> float:
+        """Score, of the mean request, that these terms make."""
         c = self.constants
-        return 1000 / self.cost(now_ms, c.mean_prompt_tokens, c.mean_output_tokens)
+        return 1000 / cost(terms, self.fresh(c.mean_prompt_tokens), c.mean_output_tokens)
 
 
 class Ttft(Profile):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cluster import score
 from app.cluster.link import Argument, Link, NoScript
-from app.cluster.score import ROW
+from app.cluster.score import COLUMNS
 from app.keys import pool_keys
 from app.model import Grant, Node, Outcome, Quota, Refusal
 
@@ -87,10 +87,10 @@ def constants(settings: Settings) -> Constants:
         "OPEN_MS": int(circuit.open_s * 1000),
         "OPEN_MAX_MS": int(circuit.open_max_s * 1000),
         "TRIAL_MS": int((timeouts.connect_s + timeouts.first_token_s) * 1000),
-        "COLUMNS": len(ROW),
-        "ROW": "<" + "d" * len(ROW),
+        "COLUMNS": len(COLUMNS),
+        "ROW": "<" + "d" * len(COLUMNS),
     }
-    values |= {name.upper(): column for column, name in enumerate(ROW, 1)}
+    values |= {name.upper(): column for column, name in enumerate(COLUMNS, 1)}
     values |= {name.upper(): getattr(score.Constants.of(scoring), name) for name in _OF_WORK}
     return tuple((name, _literal(value)) for name, value in values.items())
 
@@ -332,7 +332,7 @@ class Scripts:
         return str(before), str(after)
 
     async def look(self, node_ids: Sequence[str]) -> list[list[float]]:
-        """What policy `work` has learned of each node (``score.ROW``); [] without anything."""
+        """What policy `work` has learned of each node (``score.COLUMNS``); [] without anything."""
         told = await self.run("look", (self.keys.work,), *node_ids)
         return [[float(value) for value in text.split()] for text in told]
 

@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from time import monotonic
@@ -111,18 +110,14 @@ class Chaos:
                 ports = {name: replica.port for name, replica in bench.replicas.items()}
                 self._truth.origin = monotonic()
                 load = Load(ports, self.report.seed, self._judge)
-                liveness = LivenessWatch(ports, self._truth, self.violated)
-                asking = asyncio.create_task(liveness.run())
-                loading = asyncio.create_task(load.run(USERS))
-                await Injector(bench, self._truth, self.violated).run(self._steps)
-                await asyncio.sleep(self._truth.origin + self.report.seconds - monotonic())
-                load.stop()
-                await loading
-                healed = monotonic()
-                await self._heals(bench, load, healed)
-                asking.cancel()
-                with suppress(asyncio.CancelledError):
-                    await asking
+                with LivenessWatch(ports, self._truth, self.violated) as liveness:
+                    loading = asyncio.create_task(load.run(USERS))
+                    await Injector(bench, self._truth, self.violated).run(self._steps)
+                    await asyncio.sleep(self._truth.origin + self.report.seconds - monotonic())
+                    load.stop()
+                    await loading
+                    healed = monotonic()
+                    await self._heals(bench, load, healed)
                 self._judge_errors()
                 self._read_samples()
                 self._figures(liveness)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import http.client
 import json
 import threading
 from bisect import bisect_left, bisect_right
@@ -17,7 +17,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from app.keys import pool_keys
-from tests.chaos.clients import get
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 _EVERY_S = 0.02
 _LIVENESS_EVERY_S = 0.25
+_PATIENCE_S = 5.0
 SLOW_S = 1.0
 
 # Counters, leases, owners and verdicts of one instant.
@@ -131,7 +131,11 @@ class CounterWatch:
 
 
 class LivenessWatch:
-    """Asks every replica's ``/healthz``; answers count while the replica had no fault."""
+    """Asks every replica's ``/healthz``; answers count while the replica had no fault.
+
+    From threads of its own: the loop of the clients, which also starts processes, has pauses that
+    are no replica's.
+    """
 
     def __init__(
         self, ports: Mapping[str, int], truth: Truth, report: Callable[[str, str], None]
@@ -141,24 +145,46 @@ class LivenessWatch:
         self._report = report
         self.took_s: list[float] = []
         self.by_status: Counter[int] = Counter()
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=one, name=f"liveness {one[0]}", daemon=True)
+            for one in ports.items()
+        ]
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        await asyncio.gather(*(self._ask(name, port) for name, port in self._ports.items()))
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
 
-    async def _ask(self, name: str, port: int) -> None:
-        while True:
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(2 * _PATIENCE_S)
+
+    def _ask(self, name: str, port: int) -> None:
+        while not self._stop.wait(_LIVENESS_EVERY_S):
             start = monotonic()
-            status, _ = await get(port, "/healthz")
+            status = _status(port)
             took = monotonic() - start
             if not self._truth.during("replica", start, monotonic(), name):
                 self.took_s.append(took)
                 self.by_status[status] += 1
                 if status != 200 or took > SLOW_S:
                     self._report("liveness", f"/healthz of {name}: {status} after {took:.2f} s")
-            await asyncio.sleep(_LIVENESS_EVERY_S)
 
     def quantile_s(self, share: float) -> float:
         """The time that this share of the answers took at most."""
         times = sorted(self.took_s)
         return times[min(len(times) - 1, int(share * len(times)))] if times else 0.0
+
+
+def _status(port: int) -> int:
+    """Of ``/healthz``; 0 without an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PATIENCE_S)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()

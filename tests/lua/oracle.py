@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from app.cluster.score import Constants, Work
+from app.cluster.score import COLUMNS, Constants, Terms, Work, cost
 from app.config import Circuit, Health, Scoring, Settings, Timeouts
 from app.model import Outcome
 
@@ -155,6 +155,7 @@ class Node:
     idle: float = 0.0
     rated_ms: int = 0
     work: Work = field(default_factory=lambda: Work(Constants()))
+    terms: Terms = (0.0, 0.0, 0.0)
     stood_ms: int = 0
     blind: float = 0.0  # its score for a request that nothing is known of, as last worked out
 
@@ -162,6 +163,11 @@ class Node:
     def state(self) -> str:
         """What the operator wants of it."""
         return self.set_by_hand.get("state", "active")
+
+    @property
+    def row(self) -> list[float]:
+        """What policy work keeps of it."""
+        return [*self.terms, *(getattr(self.work, name) for name in COLUMNS[3:])]
 
     @property
     def weight(self) -> float:
@@ -261,7 +267,8 @@ class Oracle:
         """Policy work: the score that stands in the set until the node's next event."""
         node.work.inflight = self.load(node.id)
         usable = node.idle > 0 and node.work.inflight < node.capacity
-        node.blind = node.work.score(now) if usable else 0.0
+        node.terms = node.work.terms(now)
+        node.blind = node.work.score_of(node.terms) if usable else 0.0
         node.stood_ms = now
 
     def _prior(self, node: Node) -> None:
@@ -272,15 +279,14 @@ class Oracle:
 
     # acquire, move
 
-    def acceptable(
-        self, model: str, tried: Collection[str], size: int, output: int, now: int
-    ) -> set[str]:
+    def acceptable(self, model: str, tried: Collection[str], size: int, output: int) -> set[str]:
         """The nodes that may be chosen: the best untried; with two choices, all but the worst;
         with policy work, of the best few those that cost this request least."""
         eligible = [n for n in self.serving(model) if self.score(n) > 0]
         untried = [n for n in eligible if n.id not in tried]
         if self.tuning.policy == "work" and untried:
-            costs = {n.id: n.work.cost(now, size, output) for n in untried[: self.constants.top_k]}
+            few = untried[: self.constants.top_k]
+            costs = {n.id: cost(n.terms, n.work.fresh(size), output) for n in few}
             least = min(costs.values())
             return {n for n, cost in costs.items() if math.isclose(cost, least, rel_tol=1e-12)}
         if self.tuning.policy in TWO_CHOICES and len(eligible) > len(tried) + 1:
@@ -360,7 +366,7 @@ class Oracle:
             return ("leased", str(held[lease_id]), "0", "0")
         node, before, trial = self._trial(model, lease_id, tried, now), 0.0, True
         if node is None:
-            allowed, trial = self.acceptable(model, tried, size, output, now), False
+            allowed, trial = self.acceptable(model, tried, size, output), False
             allowed = allowed or self._last_resort(model, tried, now)
             if not allowed:
                 reason, retry_ms = self._refusal(model, tried, now)
@@ -651,7 +657,7 @@ class Oracle:
         if node is None:
             return -1
         node.removed, node.due_ms = True, None
-        self._rate(node, now)
+        node.idle, node.rated_ms = 0.0, now
         running = self.load(node_id)
         if running == 0:
             del self.nodes[node_id]

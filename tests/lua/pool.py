@@ -188,7 +188,7 @@ class Pool:
         return swept, more
 
     def look(self, *nodes: str) -> list[list[float]]:
-        """The row of each node, in the order of ``score.ROW``."""
+        """The row of each node, in the order of ``score.COLUMNS``."""
         told = self.run("look", (self.keys.work,), *nodes)
         return [[float(value) for value in text.split()] for text in told]
 

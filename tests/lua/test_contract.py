@@ -12,7 +12,7 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from app.cluster.score import ROW
+from app.cluster.score import COLUMNS
 from app.cluster.scripts import VERBS, Scripts, constants, lua_dir, text
 from app.keys import pool_keys
 from app.model import Node, Outcome
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PER_REQUEST = ("acquire", "move", "first_token", "release", "admit", "settle")
 CONSTANTS = constants(Tuning().settings())
-OF_THE_ROW = {name.upper() for name in ROW} | {"ROW", "COLUMNS"}
+OF_THE_ROW = {name.upper() for name in COLUMNS} | {"ROW", "COLUMNS"}
 PARAMETER = re.compile(r"^-- (KEYS|ARGV)\[(\d+)(\.\.\.)?\]\s+(\w+)", re.MULTILINE)
 
 
@@ -518,7 +518,7 @@ def test_every_verb_runs_on_a_cluster_without_a_key_of_another_slot(
     pool.release("y", "saturated", cool_ms=5)
     pool.later(2000)
     assert pool.acquire("z", "n")[3] == "1"
-    assert len(pool.look("a")[0]) == (len(ROW) if policy == "work" else 0)
+    assert len(pool.look("a")[0]) == (len(COLUMNS) if policy == "work" else 0)
     assert sorted(pool.claim()) == ["a", "b", "c"]
     assert tuple(pool.observe("b", "loading")) == ("ok", "loading")
     assert pool.sweep() == (3, 0)

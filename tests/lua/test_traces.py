@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from app.cluster.score import ROW
+from app.cluster.score import COLUMNS
 from tests.lua.oracle import Lease, Oracle, Tuning, live_score
 from tests.lua.pool import T0, TTL_MS, Pool
 
@@ -369,7 +369,7 @@ def assert_invariants(pool: Pool, state: dict[str, Any], oracle: Oracle) -> None
         node = oracle.nodes[node_id]
         right = published(record, window, load, pool.tuning, node.rated_ms)
         if pool.tuning.policy == "work" and right:
-            row = dict(zip(ROW, state[keys.work][node_id], strict=True))
+            row = dict(zip(COLUMNS, state[keys.work][node_id], strict=True))
             assert row["inflight"] == load
             right = published_work(row, node.stood_ms)
         for model in record["models"].split():
@@ -448,7 +448,7 @@ def assert_same(pool: Pool, state: dict[str, Any], oracle: Oracle) -> None:
     for replica, held in oracle.leases.items():
         right[keys.leases(replica)] = {i: str(lease) for i, lease in held.items()}
     if pool.tuning.policy == "work":
-        right[keys.work] = {node.id: node.work.row for node in nodes}
+        right[keys.work] = {node.id: node.row for node in nodes}
         right["lw:{default}:weights"] = {n.id: n.weight for n in nodes if not n.removed}
     for node in nodes:
         right[keys.ttft(node.id)] = [str(sample) for sample in node.window]
