@@ -189,7 +189,7 @@ local function grant(leases, id, chance, tried, tries)
     local base, capacity, models, epoch = unpack(redis.call('HMGET', prefix .. 'node:' .. chosen,
       'base', 'capacity', 'models', 'epoch'))
     base, capacity = tonumber(base or ''), tonumber(capacity or '')
-    local n = models and active(chosen)
+    local n = models and (row and row[INFLIGHT] or active(chosen))
     if models and (half_open == '1' or last_resort or (base > 0 and n < capacity)) then
       local record = chosen .. ' ' .. epoch .. ' ' .. now .. ' ' .. size
       if POLICY == 'work' then

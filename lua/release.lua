@@ -22,7 +22,8 @@ whole(7, 8)
 local node, tpot_us = finish(KEYS[1], ARGV[3], ARGV[4], tonumber(ARGV[5]), chance,
   tonumber(ARGV[7]), tonumber(ARGV[8]))
 if not node then return 0 end
-if ARGV[7] ~= '0' and node ~= '' then -- decode time per output token, mean over the last answers
+-- Decode time per output token, mean over the last answers; policy `work` has it in its row.
+if POLICY ~= 'work' and ARGV[7] ~= '0' and node ~= '' then
   local now_us = ARGV[8] / ARGV[7]
   tpot_us = tpot_us and tpot_us + (now_us - tpot_us) / 20 or now_us
   redis.call('HSET', prefix .. 'node:' .. node, 'tpot_us', string.format('%.1f', tpot_us))

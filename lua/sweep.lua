@@ -27,6 +27,7 @@ for _, id in ipairs(ids) do
       node.row = row_of(id, now)
       if node.row[BEST_RATE] == 0 then prior(node.row, node.weight) end -- weights may have changed
       remember(id, node.row, now)
+      redis.call('HSET', node.key, 'tpot_us', string.format('%.1f', tpot_of(node.row, now) * 1000))
     end
     keep(node, active(id), now)
   else

@@ -53,6 +53,7 @@ _OF_WORK = (  # constants of the score that only this policy has
     "error_memory_ms", "hung_ms", "hung_times", "least_ttft_ms",
 )  # fmt: skip
 _NAME = re.compile(r"\b[A-Z][A-Z_]+\b")
+_FUNCTION = re.compile(r"^local function (\w+)\(.*?^end\n", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"^\s*--.*\n", re.MULTILINE)
 Constants = tuple[tuple[str, str], ...]
 _UNLOADED = {"round_robin", "random"}  # policies whose score does not fall with load
@@ -111,7 +112,17 @@ def text(verb: str, constants: Constants) -> str:
         names.insert(0, "_work")
     parts = [(folder / f"{part}.lua").read_text() for part in names]
     source = _COMMENT.sub("", "".join([*parts, body]))
-    return "#!lua\n" + _NAME.sub(lambda name: literals.get(name[0], name[0]), source)
+    source = _NAME.sub(lambda name: literals.get(name[0], name[0]), source)
+    return "#!lua\n" + _without_unused(source)
+
+
+def _without_unused(source: str) -> str:
+    """Leave out functions that nothing calls: a call of the script would make each of them."""
+    for found in reversed(list(_FUNCTION.finditer(source))):
+        rest = source[: found.start()] + source[found.end() :]
+        if not re.search(rf"\b{found[1]}\b", rest):
+            source = rest
+    return source
 
 
 class Scripts:

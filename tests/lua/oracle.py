@@ -472,7 +472,8 @@ class Oracle:
             return 0
         self._end(replica, lease_id, outcome, cool_ms, chance, now, tokens, decode_us)
         node = self.nodes.get(lease.node)
-        if tokens and node and not node.removed and node.epoch == lease.epoch:
+        learns = tokens and self.tuning.policy != "work"
+        if learns and node and not node.removed and node.epoch == lease.epoch:
             per_token = decode_us / tokens
             old = node.tpot_us
             mean = per_token if old is None else old + (per_token - old) / 20
@@ -718,4 +719,6 @@ class Oracle:
                 node.window.clear()
             self._prior(node)
             self._rate(node, now)
+            if self.tuning.policy == "work":
+                node.tpot_us = float(f"{node.work.tpot_ms(now) * 1000:.1f}")
         return len(due), int(bool(self._due("sweep_ms", 1, now)))

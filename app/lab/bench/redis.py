@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NO_OP = "#!lua\nreturn 1"
 KEYS = pool_keys("lw", "bench")
-BLOCK = 2000  # calls between two readings of the server's CPU clock
+BLOCK = 500  # calls between two readings of the server's CPU clock
 MODEL, REPLICA = "bench", "replica-1"
 
 
@@ -41,13 +41,10 @@ class Cost:
     acquire_us: float
     first_token_us: float
     release_us: float
+    ratio: float
+    """Acquire and release together over a script that does nothing, median over the rounds."""
     node_bytes: float
     lease_bytes: float
-
-    @property
-    def ratio(self) -> float:
-        """Acquire and release together over a script that does nothing."""
-        return (self.acquire_us + self.release_us) / self.no_op_us
 
 
 class Bench:
@@ -132,6 +129,7 @@ async def measure(policy: Policy, nodes: int, rounds: int) -> Cost:
             acquire_us=round(us["acquire"], 2),
             first_token_us=round(us["first_token"], 2),
             release_us=round(us["release"], 2),
+            ratio=round(median((b["acquire"] + b["release"]) / b["no_op"] for b in blocks), 1),
             node_bytes=round((filled - empty) / nodes),
             lease_bytes=round((bench.memory() - held) / BLOCK),
         )
@@ -141,7 +139,7 @@ async def run(policies: list[Policy], sizes: list[int], rounds: int, as_json: bo
     """Measure and print."""
     costs = [await measure(policy, nodes, rounds) for policy in policies for nodes in sizes]
     if as_json:
-        rows = [asdict(cost) | {"ratio": round(cost.ratio, 2)} for cost in costs]
+        rows = [asdict(cost) for cost in costs]
         print(orjson.dumps({"rows": rows}, option=orjson.OPT_INDENT_2).decode())
         return
     title = f"Server CPU-µs per call, medians of {rounds} rounds; bytes"
