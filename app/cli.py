@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from app.config import KeySettings, Settings, load
+from app.config import KeySettings, Policy, Settings, load
 from app.errors import LeasewayError, RedisAway
 
 if TYPE_CHECKING:
@@ -157,6 +157,19 @@ def bench_gateway(
     from app.lab.bench.run import main as run
 
     run(workload or ["json", "burst", "paced"], rounds, seconds, as_json)
+
+
+@bench_app.command("redis")
+def bench_redis(
+    policy: Annotated[list[Policy] | None, typer.Option(help="Again for more.")] = None,
+    nodes: Annotated[list[int] | None, typer.Option(min=1, help="Again for more.")] = None,
+    rounds: Annotated[int, typer.Option(min=1)] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """What Redis pays for a request: CPU-µs per script, beside one that does nothing; memory."""
+    from app.lab.bench.redis import run
+
+    asyncio.run(run(policy or ["work", "ttft"], nodes or [10, 100, 1000, 10_000], rounds, as_json))
 
 
 @app.command()

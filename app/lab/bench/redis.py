@@ -7,17 +7,18 @@ and an entry of the prefix index take of its memory.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import orjson
-import redis as client_library
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from app.cluster.embedded import EmbeddedValkey
+from app.cluster.link import Link
 from app.cluster.scripts import constants, text
 from app.config import Scoring, Settings
 from app.keys import pool_keys
@@ -29,6 +30,7 @@ NO_OP = "#!lua\nreturn 1"
 KEYS = pool_keys("lw", "bench")
 BLOCK = 500  # calls between two readings of the server's CPU clock
 MODEL, REPLICA = "bench", "replica-1"
+TIMED = ("no_op", "acquire", "first_token", "release")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,91 +50,108 @@ class Cost:
 
 
 class Bench:
-    """A server with one pool of ``nodes`` nodes under ``policy``."""
+    """One pool under ``policy``, on a server of its own that ``link`` leads to."""
 
-    def __init__(self, server: EmbeddedValkey, policy: Policy) -> None:
-        self.client: Any = client_library.Redis(port=server.port)
-        settings = Settings(scoring=Scoring(policy=policy))
-        verbs = ("register", "acquire", "first_token", "release")
-        self.scripts = {
-            verb: self.client.script_load(text(verb, constants(settings))) for verb in verbs
-        }
-        self.scripts["no_op"] = self.client.script_load(NO_OP)
-        self.leases = 0
+    def __init__(self, link: Link, policy: Policy) -> None:
+        self._link = link
+        made = constants(Settings(scoring=Scoring(policy=policy)))
+        self._texts = {verb: text(verb, made) for verb in ("register", *TIMED[1:])}
+        self._texts["no_op"] = NO_OP
+        self._digests: dict[str, str] = {}
+        self._leases = 0
 
-    def _cpu_us(self) -> float:
-        used = self.client.info("cpu")
-        return float(used["used_cpu_user_main_thread"] + used["used_cpu_sys_main_thread"]) * 1e6
+    async def load(self) -> None:
+        """Make the scripts known."""
+        for verb, source in self._texts.items():
+            self._digests[verb] = await self._link.call("SCRIPT", "LOAD", source)
 
-    def memory(self) -> int:
+    async def _info(self, section: str, *names: str) -> float:
+        """The sum of some numbers of ``INFO``."""
+        told = dict(
+            line.split(":", 1)
+            for line in str(await self._link.call("INFO", section)).splitlines()
+            if ":" in line
+        )
+        return sum(float(told[name]) for name in names)
+
+    async def memory(self) -> float:
         """Bytes that the data takes."""
-        return int(self.client.info("memory")["used_memory"])
+        return await self._info("memory", "used_memory")
 
-    def fill(self, nodes: int) -> None:
+    async def _cpu_us(self) -> float:
+        names = ("used_cpu_user_main_thread", "used_cpu_sys_main_thread")
+        return 1e6 * await self._info("cpu", *names)
+
+    async def fill(self, nodes: int) -> None:
         """Register ``nodes`` nodes of unequal weight, one model."""
-        pipe = self.client.pipeline(transaction=False)
-        for i in range(nodes):
-            node = f"node-{i:05}"
-            pipe.evalsha(
-                self.scripts["register"], 2, KEYS.nodes, KEYS.node(node),
-                "", KEYS.prefix, node, MODEL, "ok",
-                "url", "http://10.0.0.1:8000", "weight", 1 + i % 10, "capacity", 1_000_000,
-                "engine", "vllm", "api_key_env", "", "source", "config",
-            )  # fmt: skip
-        pipe.execute()
+        for start in range(0, nodes, BLOCK):
+            ids = [f"node-{i:05}" for i in range(start, min(nodes, start + BLOCK))]
+            await asyncio.gather(*(self._call("register", i, node) for i, node in enumerate(ids)))
 
-    def run(self, verb: str, ids: list[str]) -> float:
+    def _call(self, verb: str, i: int, name: str) -> asyncio.Future[Any]:
+        """Call ``verb`` for the node or the lease of this name."""
+        keys: tuple[str, ...] = (KEYS.leases(REPLICA),)
+        rest: tuple[str | int | float, ...] = ()
+        if verb == "register":
+            keys = (KEYS.nodes, KEYS.node(name))
+            rest = (MODEL, "ok", "url", "http://10.0.0.1:8000", "weight", 1 + i % 10, "capacity",
+                    1_000_000, "engine", "vllm", "api_key_env", "", "source", "config")  # fmt: skip
+        elif verb == "acquire":
+            keys = (KEYS.score(MODEL), KEYS.due(MODEL), KEYS.leases(REPLICA), KEYS.replicas)
+            rest = (REPLICA, 10_000, 200 + i % 800, 100, i % 997 / 997)
+        elif verb == "first_token":
+            rest = (50_000 + i,)
+        elif verb == "release":
+            rest = ("ok", 0, 0.5, 100, 2_000_000)
+        return self._link.call(
+            "EVALSHA", self._digests[verb], len(keys), *keys, "", KEYS.prefix, name, *rest
+        )
+
+    async def run(self, verb: str, leases: list[str]) -> float:
         """CPU-µs per call of one block."""
-        pipe, sha = self.client.pipeline(transaction=False), self.scripts[verb]
-        for i, lease in enumerate(ids):
-            if verb == "acquire":
-                pipe.evalsha(
-                    sha, 4, KEYS.score(MODEL), KEYS.due(MODEL), KEYS.leases(REPLICA), KEYS.replicas,
-                    "", KEYS.prefix, lease, REPLICA, 10_000, 200 + i % 800, 100, (i % 997) / 997,
-                )  # fmt: skip
-            elif verb == "first_token":
-                pipe.evalsha(sha, 1, KEYS.leases(REPLICA), "", KEYS.prefix, lease, 50_000 + i)
-            elif verb == "release":
-                pipe.evalsha(
-                    sha, 1, KEYS.leases(REPLICA),
-                    "", KEYS.prefix, lease, "ok", 0, 0.5, 100, 2_000_000,
-                )  # fmt: skip
-            else:
-                pipe.evalsha(sha, 1, KEYS.leases(REPLICA), "", KEYS.prefix, lease, "ok")
-        before = self._cpu_us()
-        pipe.execute()
-        return (self._cpu_us() - before) / len(ids)
+        before = await self._cpu_us()
+        await asyncio.gather(*(self._call(verb, i, lease) for i, lease in enumerate(leases)))
+        return (await self._cpu_us() - before) / len(leases)
 
-    def block(self) -> dict[str, float]:
-        """One round: each kind once, the leases of a round are ended in it."""
-        ids = [f"{self.leases + i:08x}-lease" for i in range(BLOCK)]
-        self.leases += BLOCK
-        return {v: self.run(v, ids) for v in ("no_op", "acquire", "first_token", "release")}
+    def mint(self) -> list[str]:
+        """The ids of a block of leases."""
+        self._leases += BLOCK
+        return [f"{self._leases + i:08x}-lease" for i in range(BLOCK)]
+
+    async def block(self) -> dict[str, float]:
+        """One round: each kind once; its leases are ended in it."""
+        leases = self.mint()
+        return {verb: await self.run(verb, leases) for verb in TIMED}
 
 
 async def measure(policy: Policy, nodes: int, rounds: int) -> Cost:
     """Medians over ``rounds`` rounds, on a server of its own."""
     async with EmbeddedValkey() as server:
-        bench = Bench(server, policy)
-        empty = bench.memory()
-        bench.fill(nodes)
-        filled = bench.memory()
-        blocks = [bench.block() for _ in range(rounds)]
-        held = bench.memory()
-        ids = [f"{i:08x}-held" for i in range(BLOCK)]
-        bench.run("acquire", ids)
-        us = {verb: median(block[verb] for block in blocks) for verb in blocks[0]}
-        return Cost(
-            policy,
-            nodes,
-            no_op_us=round(us["no_op"], 2),
-            acquire_us=round(us["acquire"], 2),
-            first_token_us=round(us["first_token"], 2),
-            release_us=round(us["release"], 2),
-            ratio=round(median((b["acquire"] + b["release"]) / b["no_op"] for b in blocks), 1),
-            node_bytes=round((filled - empty) / nodes),
-            lease_bytes=round((bench.memory() - held) / BLOCK),
-        )
+        link = Link(server.url, budget_s=60, name="bench", tag="bench")
+        await link.start()
+        try:
+            bench = Bench(link, policy)
+            await bench.load()
+            empty = await bench.memory()
+            await bench.fill(nodes)
+            filled = await bench.memory()
+            blocks = [await bench.block() for _ in range(rounds)]
+            held = await bench.memory()
+            await bench.run("acquire", bench.mint())
+            us = {verb: median(block[verb] for block in blocks) for verb in TIMED}
+            return Cost(
+                policy,
+                nodes,
+                no_op_us=round(us["no_op"], 2),
+                acquire_us=round(us["acquire"], 2),
+                first_token_us=round(us["first_token"], 2),
+                release_us=round(us["release"], 2),
+                ratio=round(median((b["acquire"] + b["release"]) / b["no_op"] for b in blocks), 1),
+                node_bytes=round((filled - empty) / nodes),
+                lease_bytes=round((await bench.memory() - held) / BLOCK),
+            )
+        finally:
+            await link.close()
 
 
 async def run(policies: list[Policy], sizes: list[int], rounds: int, as_json: bool) -> None:
