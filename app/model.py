@@ -22,8 +22,10 @@ class Node:
 
     ``url`` is the base without a trailing slash and without ``/v1``. ``epoch`` changes when a
     node is added anew under the same id. ``weight`` is K of the score, ``capacity`` the
-    cluster-wide cap on in-flight leases. The last four are the picture at the last refresh:
-    health verdict, probes missed in a row, mean TTFT (0: no samples), score when idle.
+    cluster-wide cap on in-flight leases, ``kv_tokens`` the size of its KV cache when it is known.
+    The last five are the picture at the last refresh:
+    health verdict, probes missed in a row, mean TTFT (0: no samples), score when idle, and what
+    policy `work` has learned (``score.COLUMNS``; empty for other policies).
     """
 
     id: str
@@ -34,24 +36,28 @@ class Node:
     models: tuple[str, ...] = ()
     engine: str = "auto"
     api_key_env: str | None = None
+    kv_tokens: int | None = None
     state: str = "active"
     epoch: int = 0
     health: str = "ok"
     misses: int = 0
     ttft_ms: float = 0.0
     base: float = 0.0
+    row: tuple[float, ...] = ()
 
 
 # Made for every request, so not frozen: a frozen dataclass costs four times as much to make.
 @dataclass(slots=True)
 class Ask:
     """What routing needs to know of a request: model, prompt size, whether tokens are streamed,
-    and how many are likely to come (0: the answer is not generated token by token)."""
+    how many are likely to come (0: the answer is not generated token by token), and the blocks of
+    the prompt's prefix as the scripts read them (empty where they are not followed)."""
 
     model: str
     prompt_tokens: int = 0
     stream: bool = False
     output_tokens: int = 0
+    blocks: str = ""
 
 
 @dataclass(slots=True)

@@ -29,7 +29,8 @@ _ABSENT = {404, 405, 501}
 _PAGE_BYTES = 4 * 1024 * 1024
 # A page may take this many times the probe's timeout in all: connect, TLS, and the page itself.
 PAGE_TIMEOUTS = 3
-_NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError)
+NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError)
+"""What a page that does not come raises."""
 
 
 def node_key(node: Node) -> str | None:
@@ -71,7 +72,7 @@ async def probe(client: httpx.AsyncClient, node: Node, *, briefly: bool = False)
     try:
         page, pageless = _HEALTH_PAGE.get(node.engine), False
         if page is not None:
-            answer = await _get(client, node, page)
+            answer = await get_page(client, node, page)
             if answer.status == 503:
                 return Seen("loading", f"{page} says 503")
             pageless = node.engine == "auto" and answer.status in _ABSENT
@@ -81,26 +82,28 @@ async def probe(client: httpx.AsyncClient, node: Node, *, briefly: bool = False)
                 return Seen("miss", f"{page} is a web page")
             if briefly and not pageless:
                 return Seen("ready")
-        answer = await _get(client, node, "/v1/models")
+        answer = await get_page(client, node, "/v1/models")
         if answer.status == 503:
             return Seen("loading", "/v1/models says 503")
         if _listed(answer) is None:
             return Seen("miss", f"/v1/models says {answer.status} and no model list")
         return Seen("ready", pageless=pageless)
-    except _NO_ANSWER as exc:
+    except NO_ANSWER as exc:
         return Seen("miss", f"{type(exc).__name__}: {exc}".rstrip(": "))
 
 
 async def discover_models(client: httpx.AsyncClient, node: Node) -> tuple[str, ...]:
     """The models that ``node`` lists; empty when it does not answer properly."""
     try:
-        return _listed(await _get(client, node, "/v1/models")) or ()
-    except _NO_ANSWER as exc:
+        return _listed(await get_page(client, node, "/v1/models")) or ()
+    except NO_ANSWER as exc:
         log.info("node %s did not list its models: %s", node.id, exc or type(exc).__name__)
         return ()
 
 
-class _Page(NamedTuple):
+class Page(NamedTuple):
+    """What a node answers to a GET."""
+
     status: int
     content_type: str
     body: bytes
@@ -110,8 +113,8 @@ class _Page(NamedTuple):
         return "html" in self.content_type or self.body.lstrip()[:1] == b"<"
 
 
-async def _get(client: httpx.AsyncClient, node: Node, path: str) -> _Page:
-    """One whole page. Raises one of ``_NO_ANSWER``.
+async def get_page(client: httpx.AsyncClient, node: Node, path: str) -> Page:
+    """One whole page. Raises one of ``NO_ANSWER``.
 
     The client's timeout is one on silence: a page that trickles, or never ends, needs its own.
     """
@@ -125,10 +128,10 @@ async def _get(client: httpx.AsyncClient, node: Node, path: str) -> _Page:
             body += part
             if len(body) > _PAGE_BYTES:
                 raise ValueError(f"{path} is larger than {_PAGE_BYTES} bytes")
-    return _Page(answer.status_code, answer.headers.get("content-type", "").lower(), bytes(body))
+    return Page(answer.status_code, answer.headers.get("content-type", "").lower(), bytes(body))
 
 
-def _listed(answer: _Page) -> tuple[str, ...] | None:
+def _listed(answer: Page) -> tuple[str, ...] | None:
     """Names from an OpenAI model list; None when the answer is something else."""
     if answer.status != 200:
         return None

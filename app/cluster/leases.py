@@ -219,7 +219,7 @@ class Leases:
     def _grant_alone(self, ask: Ask, tried: Sequence[str]) -> tuple[Grant, Node]:
         """Redis is away: choose here, and tell it when it is back. Raises ``Refused``."""
         registry = self._registry
-        node = self._local.pick(ask.model, registry.nodes.values(), registry.replicas, tried)
+        node = self._local.pick(ask, registry.nodes.values(), registry.replicas, tried)
         if isinstance(node, Refusal):
             raise Refused(replace(node, degraded=True))
         lease_id = self._mint()
@@ -236,7 +236,7 @@ class Leases:
     def _keep(self, lease_id: str, record: str, node_id: str, ask: Ask) -> None:
         self._pending.discard(lease_id)
         self._held[lease_id] = record
-        self._local.own[node_id] += 1
+        self._local.leased(lease_id, node_id, ask.prompt_tokens)
         if ask.stream:
             self._pulse.waiting[lease_id] = (node_id, monotonic())
 
@@ -247,11 +247,12 @@ class Leases:
         self._pulse.waiting.pop(lease_id, None)
         record = self._held.pop(lease_id, None)
         if record is not None:
-            self._local.own[record.partition(" ")[0]] -= 1
+            self._local.ended(lease_id, record.partition(" ")[0])
 
     def _first_token(self, lease_id: str, ttft_us: int) -> None:
         """Send the sample now, ahead of the release; a lost one is not worth a wait."""
         self._pulse.waiting.pop(lease_id, None)
+        self._local.heard(lease_id)
         if lease_id in self._held:
             self._held[lease_id] += "+"  # as Redis marks it, should it have to be put back
         sent = self._scripts.send_first_token(lease_id, replica=self._replica, ttft_us=ttft_us)

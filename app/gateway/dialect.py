@@ -31,7 +31,15 @@ _TYPES = {
 }
 _DELTA = ".delta"  # of OpenAI's types
 _NOT_GENERATED = frozenset(("role", "type"))  # keys of a delta
-_PROMPT_NAMES = ("prompt_tokens", "input_tokens")
+# What adds up to the prompt. The first is one count by two names; in Anthropic's dialect it is
+# what no cache had (https://docs.anthropic.com/en/docs/build-with-claude/prompt-caching, and
+# vllm-project/vllm#40912), elsewhere the others are absent.
+_PROMPT_NAMES = (
+    ("prompt_tokens", "input_tokens"),
+    ("cache_read_input_tokens",),
+    ("cache_creation_input_tokens",),
+)
+_OF_PROMPT = frozenset(name for names in _PROMPT_NAMES for name in names)
 _OUTPUT_NAMES = ("completion_tokens", "output_tokens")
 _MOST_TOKENS = 2**31  # above it is no count
 _MESSAGE_CHARS = 500
@@ -131,15 +139,19 @@ def usages_of(fields: dict[str, Any]) -> list[Any]:
     if isinstance(message := fields.get("message"), dict):  # at the start: output is yet to come
         usage = message.get("usage")
         if isinstance(usage, dict):
-            found.append({name: usage[name] for name in _PROMPT_NAMES if name in usage})
+            found.append({name: usage[name] for name in _OF_PROMPT & usage.keys()})
     return found
 
 
 def counts_of(usage: Any) -> tuple[int, int]:
-    """Prompt and output tokens of a usage object; 0 for a count that makes no sense."""
+    """Prompt and output tokens of a usage object; 0 for a count that makes no sense.
+
+    A prompt is all of it, whether a cache had some or not.
+    """
     if not isinstance(usage, dict):
         return 0, 0
-    return _count(usage, _PROMPT_NAMES), _count(usage, _OUTPUT_NAMES)
+    prompt = sum(_count(usage, names) for names in _PROMPT_NAMES)
+    return prompt if prompt < _MOST_TOKENS else 0, _count(usage, _OUTPUT_NAMES)
 
 
 def _count(usage: dict[str, Any], names: tuple[str, ...]) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from app.errors import ApiError, bad_request
+from app.gateway.estimate import NO_SIZE, Size, measure
 from app.gateway.form import read_fields
 from app.gateway.splice import replace_value
 from app.gateway.usage import with_usage_asked
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
     from app.gateway.routes import Route
 
-# Rough, and the same for all nodes: a token is four bytes of text (OpenAI's rule of thumb).
-_BYTES_PER_TOKEN = 4
-_MEDIA_BYTES, _MEDIA_CHARS = 16 * 1024, 4096  # of a body, of a string, that may be media
 _MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _FORM_FIELDS = frozenset((b"model", b"stream"))
 
@@ -32,18 +30,21 @@ _FORM_FIELDS = frozenset((b"model", b"stream"))
 class Call:
     """A request, inspected: ``model`` is the served name, ``body`` what goes to the node.
 
-    ``max_output_tokens`` is the most that the client wants generated, 0 when it does not say;
-    ``hides_usage``: the gateway has asked for the usage event, and the client has not.
+    ``size`` is what its prompt consists of; ``max_output_tokens`` is the most that the client
+    wants generated, 0 when it does not say; ``hides_usage``: the gateway has asked for the usage
+    event, and the client has not. ``fields`` is the parsed body of a route that generates, for
+    whoever takes it away: it is as large as the body.
     """
 
     route: Route
     asked_model: str
     model: str
     stream: bool
-    prompt_tokens: int
+    size: Size
     max_output_tokens: int
     body: bytes
     hides_usage: bool = False
+    fields: dict[str, Any] | None = None
 
 
 def inspect(
@@ -73,9 +74,10 @@ def inspect(
         asked_model=asked,
         model=model,
         stream=bool(stream),
-        prompt_tokens=_prompt_tokens(body, fields),
+        size=measure(fields),
         max_output_tokens=_most(fields),
         body=body if model == asked else replace_value(body, "model", orjson.dumps(model)),
+        fields=fields if route.ttft == "first" else None,
     )
     if ask_usage and stream and route.usage:
         asking = with_usage_asked(call.body, fields)
@@ -113,25 +115,7 @@ def _form_call(route: Route, content_type: bytes, body: bytes, aliases: dict[str
     if given is not None and model != asked:
         body = body[: given.begin] + model.encode() + body[given.end :]
     stream = fields[b"stream"].value if b"stream" in fields else b""
-    # What is uploaded has no size in tokens.
-    return Call(route, asked, model, stream.lower() in {b"true", b"1"}, 1, 0, body)
-
-
-def _prompt_tokens(body: bytes, fields: dict[str, Any]) -> int:
-    """By the size of the body, without images, audio and files: they come as long base64."""
-    size = len(body)
-    left: list[Any] = [fields] if size > _MEDIA_BYTES else []
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            # CJK text has no spaces either, but it is not ASCII.
-            if len(value) > _MEDIA_CHARS and value.isascii() and " " not in value[:_MEDIA_CHARS]:
-                size -= len(value)
-        elif isinstance(value, dict):
-            left += value.values()
-        elif isinstance(value, list) and value and not isinstance(value[0], int | float):
-            left += value  # not a prompt of token ids
-    return max(1, size // _BYTES_PER_TOKEN)
+    return Call(route, asked, model, stream.lower() in {b"true", b"1"}, NO_SIZE, 0, body)
 
 
 def _most(fields: dict[str, Any]) -> int:

@@ -39,7 +39,10 @@ _RECENT_BYTES, _RECENT_EVENTS = 8 * 1024, 4  # of a stream's end, at least
 _INFLATED_BYTES = 4 * 1024 * 1024  # a read that inflates to more is not looked at
 _BOM = b"\xef\xbb\xbf"
 
-_COUNTS = re.compile(rb'"((?:prompt|completion|input|output)_tokens)"\s*:\s*(\d{1,10})\b')
+_COUNTS = re.compile(
+    rb'"((?:prompt|completion|input|output|cache_read_input|cache_creation_input)_tokens)"'
+    rb"\s*:\s*(\d{1,10})\b"
+)
 _USAGE_OBJECT = re.compile(rb'"usage"\s*:\s*\{')
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
 _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")

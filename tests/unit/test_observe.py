@@ -798,6 +798,24 @@ def test_usage_at_the_end_of_a_large_body(padding: int, size: int) -> None:
     assert (seen.tokens, seen.prompt_tokens, seen.error, seen.ended) == (42, 11, None, True)
 
 
+CACHED = {
+    "input_tokens": 2,
+    "cache_creation_input_tokens": 4,
+    "cache_read_input_tokens": 5,
+    "cache_creation": {"ephemeral_5m_input_tokens": 4},
+    "output_tokens": 42,
+}
+
+
+@pytest.mark.parametrize("padding", [10, 200_000])
+def test_a_prompt_is_all_of_it_also_where_a_cache_had_some(padding: int) -> None:
+    seen = whole(answer(padding, usage=CACHED), 4096)
+    assert (seen.tokens, seen.prompt_tokens) == (42, 11)
+    start = typed("message_start", message={"role": "assistant", "usage": CACHED})
+    text = typed("content_block_delta", index=0, delta={"type": "text_delta", "text": "x"})
+    assert observed([start + text])[1].prompt_tokens == 11
+
+
 def test_a_large_body_is_not_kept() -> None:
     seen = JsonBody()
     tracemalloc.start()
