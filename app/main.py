@@ -21,6 +21,7 @@ from app.errors import ConfigError
 from app.gateway.forward import Forward
 from app.gateway.listen import ClientProtocol
 from app.gateway.path import DataPlane
+from app.telemetry.exchange import Telemetry
 from app.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -51,18 +52,25 @@ def create_app(settings: Settings, redis_url: str, replica_id: str | None = None
     home = replica.pools["default"]
     limits = Limits(home.scripts, lambda: home.registry.replicas)
     metrics = Metrics()
+    metrics.replica(replica.id)
+    for pool in replica.pools.values():
+        pool.scripts.timed = metrics.redis_call
+    telemetry = Telemetry(settings.telemetry, metrics, replica.id)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         await replica.start()
+        degraded = asyncio.create_task(metrics.watch_degraded(lambda: replica.up), name="degraded")
         try:
             yield
         finally:
+            degraded.cancel()
             await replica.stop()
             forward.close()
+            await asyncio.to_thread(telemetry.close)
 
     control = control_plane(settings, replica, keys, metrics, lifespan=lifespan)
-    path = DataPlane(settings, replica, forward, keys, limits, metrics, control)
+    path = DataPlane(settings, replica, forward, keys, limits, telemetry, control)
     return Wired(path, replica, keys)
 
 

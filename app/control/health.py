@@ -1,4 +1,4 @@
-"""Liveness, readiness and metrics: answered from memory, never by asking a node or Redis."""
+"""Liveness and readiness, answered from memory, never by asking a node or Redis; and metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from app.control import scrape
 
 if TYPE_CHECKING:
     from app.cluster.replica import Replica
@@ -34,9 +36,6 @@ def router(replica: Replica, metrics: Metrics) -> APIRouter:
 
     @routes.get("/metrics", summary="Prometheus text format", response_class=PlainTextResponse)
     async def page() -> Response:
-        metrics.leases_held.set(sum(pool.leases.held for pool in replica.pools.values()))
-        metrics.reaped.set(replica.reaped)
-        metrics.redis_up.set(1 if replica.up else 0)
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await scrape.page(replica, metrics), media_type=CONTENT_TYPE_LATEST)
 
     return routes

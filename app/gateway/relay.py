@@ -14,6 +14,7 @@ from app.gateway.observe import EventStream
 from app.gateway.respond import ClientGone
 from app.gateway.shape import error_event
 from app.model import Outcome
+from app.telemetry.exchange import outcome_of
 
 if TYPE_CHECKING:
     from app.cluster.leases import Lease
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from app.gateway.connection import Headers
     from app.gateway.inspect import Call
     from app.gateway.respond import Client
+    from app.telemetry.exchange import Exchange
     from app.telemetry.metrics import Metrics
 
 log = logging.getLogger("leaseway.relay")
@@ -34,7 +36,7 @@ class Relay:
         self._stall_s = stall_s
 
     async def send(
-        self, client: Client, lease: Lease, call: Call, answer: Answer, request_id: bytes
+        self, client: Client, lease: Lease, call: Call, answer: Answer, exchange: Exchange
     ) -> None:
         """Send the answer as it comes; then end the lease with what was seen."""
         connection, observed = answer.connection, answer.observed
@@ -45,7 +47,7 @@ class Relay:
             return client.push(observed.feed(data))
 
         try:
-            await client.start(answer.status, _headers(lease, answer, request_id))
+            await client.start(answer.status, _headers(lease, answer, exchange.request_id))
             ready = answer.ready
             lease.heard()
             while True:
@@ -54,6 +56,7 @@ class Relay:
                     connection.be_patient(self._stall_s)
                     if call.route.ttft != "none":
                         lease.first_token()
+                        exchange.first_token = first_at
                         self._metrics.first_token(lease.node.id, first_at - lease.started)
                 at_end = answer.at_end
                 if at_end:
@@ -74,51 +77,57 @@ class Relay:
             if not (
                 isinstance(observed, EventStream) and observed.over and observed.between_events
             ):
+                exchange.outcome = Outcome.FAILED
                 await self._break_off(client, lease, call, answer, exc)
                 return
             ready = b""  # its last word has gone out: only the framing is cut
         except (ClientGone, asyncio.CancelledError):
             observed.conclude()
             if observed.error is not None:  # perhaps why the client left
-                self._end_failed(lease, call, answer)
+                exchange.outcome = self._end_failed(lease, call, answer)
             elif isinstance(observed, EventStream) and observed.over:
                 # Its last word has gone out, and many a client leaves at that: the answer is whole.
-                self._end(lease, call, answer, _decode_us(lease, first_at))
+                self._end(lease, call, answer, exchange, _decode_us(lease, first_at))
             else:
                 self._metrics.book_tokens(call.model, observed.prompt_tokens, observed.tokens)
             raise
-        self._end(lease, call, answer, _decode_us(lease, first_at))
+        self._end(lease, call, answer, exchange, _decode_us(lease, first_at))
         await client.finish(ready)
 
-    def _end(self, lease: Lease, call: Call, answer: Answer, decode_us: int) -> None:
+    def _end(
+        self, lease: Lease, call: Call, answer: Answer, exchange: Exchange, decode_us: int
+    ) -> None:
         """The answer is whole: book it and give the lease back."""
         observed, node_id = answer.observed, lease.node.id
         self._metrics.request(call.model, answer.status)
+        exchange.outcome = outcome_of(answer.status)
         if answer.status >= 400:
             lease.end(Outcome.REJECTED)  # no effect when the attempt was ended as failed
             return
         if observed.error is not None or answer.booked:
-            self._end_failed(lease, call, answer)
+            exchange.outcome = self._end_failed(lease, call, answer)
             return
         tokens, ttft = observed.tokens, call.route.ttft
         if not answer.streaming and (ttft == "whole" or (ttft == "first" and tokens <= 1)):
             # The whole answer is one token or no decode at all: its time is the TTFT. A longer
             # answer in one piece does not show when its first token came.
             lease.first_token()
-            self._metrics.first_token(node_id, monotonic() - lease.started)
+            exchange.first_token = monotonic()
+            self._metrics.first_token(node_id, exchange.first_token - lease.started)
         self._metrics.attempt(node_id, Outcome.OK.value)
         self._metrics.book_tokens(call.model, observed.prompt_tokens, tokens)
         lease.end(
             Outcome.OK, tokens=max(0, tokens - 1) if decode_us > 0 else 0, decode_us=decode_us
         )
 
-    def _end_failed(self, lease: Lease, call: Call, answer: Answer) -> None:
+    def _end_failed(self, lease: Lease, call: Call, answer: Answer) -> Outcome:
         """The answer itself says that it failed."""
         error = answer.observed.error
         if error is not None:
             said = without_key(lease.node, error)
             log.warning("node %s: error inside an answer: %s", lease.node.id, said)
         self._book_failed(lease, call, answer)
+        return Outcome.FAILED
 
     def _book_failed(self, lease: Lease, call: Call, answer: Answer) -> None:
         observed = answer.observed

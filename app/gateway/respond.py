@@ -38,8 +38,8 @@ class Client:
     __slots__ = (
         "_body", "_chunked", "_connection", "_fault", "_head", "_serving", "_silent", "_waiter",
         "extra", "finished", "gone", "headers", "http_1_1", "keep_alive", "length",
-        "limit", "method", "path", "query", "raw_headers", "received", "shape", "size",
-        "started", "unsized", "wants_continue",
+        "limit", "method", "path", "query", "raw_headers", "received", "sent", "shape", "size",
+        "started", "status", "unsized", "wants_continue",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +67,8 @@ class Client:
         self.size = 0  # of the body so far
         self.limit = 0  # of the body
         self.gone = False
+        self.status = 0  # of the answer
+        self.sent = 0  # bytes of it, head and framing too
         self.started = False
         self.finished = False
         self.wants_continue = False
@@ -180,6 +182,7 @@ class Client:
     async def start(self, status: int, headers: Headers) -> None:
         """Begin the answer; from here on nothing can be retried. It leaves with what follows."""
         self.started = True
+        self.status = status
         if self.wants_continue and not self.received:
             self.keep_alive = False  # nobody knows whether the body will still come
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
@@ -205,6 +208,7 @@ class Client:
             data, self._head = self._head + data, b""
         connection = self._connection
         if data:
+            self.sent += len(data)
             connection.send(data)
         return not connection.slow
 
@@ -220,7 +224,9 @@ class Client:
             data = b""
         elif self._chunked:
             data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
-        self._connection.send(self._head + data if self._head else data)
+        data = self._head + data if self._head else data
+        self.sent += len(data)
+        self._connection.send(data)
         self._head = b""
         self.finished = True
         self._wake()

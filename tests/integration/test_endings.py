@@ -73,7 +73,8 @@ class Bench:
         """Attempts that have ended so, so far."""
         page = ask(self.gw.port, b"GET /metrics HTTP/1.1\r\nhost: g\r\n\r\n").body.decode()
         lines = [line for line in page.splitlines() if f'outcome="{outcome}"' in line]
-        return sum(int(float(line.rpartition(" ")[2])) for line in lines if "_total{" in line)
+        counts = [line for line in lines if line.startswith("leaseway_attempts_total{")]
+        return sum(int(float(line.rpartition(" ")[2])) for line in counts)
 
 
 @pytest.fixture(scope="module")

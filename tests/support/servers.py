@@ -80,7 +80,8 @@ class ValkeyServer:
 class Gateway:
     """One replica as a process: ``with Gateway(settings, redis_url) as gw`` is ready to serve.
 
-    ``settings`` is the content of the settings ``file``. ``log`` is what it wrote to stderr.
+    ``settings`` is the content of the settings ``file``. ``log`` is what it wrote to stderr,
+    ``out`` what it wrote to stdout.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Gateway:
         self._folder = Path(tempfile.mkdtemp(prefix="leaseway-test-"))
         self.file = self._folder / "leaseway.yaml"
         self._log = self._folder / "stderr.log"
+        self._out = self._folder / "stdout.log"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait: bool = True) -> Self:
@@ -104,10 +106,11 @@ class Gateway:
                    "--config", str(self.file), "--port", str(self.port)]  # fmt: skip
         if self.replica_id:
             command += ["--replica-id", self.replica_id]
-        with self._log.open("ab") as log:
+        with self._log.open("ab") as log, self._out.open("ab") as out:
             self.process = subprocess.Popen(
                 command,
                 env=self._environment,
+                stdout=out,
                 stderr=log,
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl call
             )
@@ -128,6 +131,11 @@ class Gateway:
     def log(self) -> str:
         """Everything it has logged."""
         return self._log.read_text() if self._log.exists() else ""
+
+    @property
+    def out(self) -> str:
+        """Everything it has written to stdout."""
+        return self._out.read_text() if self._out.exists() else ""
 
     @property
     def pid(self) -> int:
