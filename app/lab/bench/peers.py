@@ -48,15 +48,15 @@ def gateway(upstream: str, scratch: Path, cores: Cores) -> Iterator[Peer]:
     config.write_text(GATEWAY_YAML.format(url=upstream))
     port = free_port()
     command = [*SERVE, "--config", str(config), "--port", str(port)]
-    with _redis(scratch, cores) as (redis, redis_url):
-        env = _environment() | {"REDIS_URL": redis_url}
+    with redis_server(scratch, cores) as (redis, redis_url):
+        env = environment() | {"REDIS_URL": redis_url}
         with running("gateway", command, scratch, cores.measured, env) as child:
             url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(child, url)
+            wait_until_ready(child, url)
             yield Peer("gateway", url, family(child.pid), (redis.pid,))
 
 
-def _wait_until_ready(child: Child, url: str) -> None:
+def wait_until_ready(child: Child, url: str) -> None:
     with httpx.Client(base_url=url, timeout=1.0, trust_env=False) as client:
 
         def ready() -> bool:
@@ -69,7 +69,7 @@ def _wait_until_ready(child: Child, url: str) -> None:
 
 
 @contextmanager
-def _redis(scratch: Path, cores: Cores) -> Iterator[tuple[Child, str]]:
+def redis_server(scratch: Path, cores: Cores) -> Iterator[tuple[Child, str]]:
     """On the other core: shared state must not compete with the process that is measured."""
     port = free_port()
     command = [_redis_binary(), "--port", str(port), "--bind", "127.0.0.1"]
@@ -96,6 +96,6 @@ def _redis_binary() -> str:
     return installed
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The caller's own LEASEWAY_... overrides must not change what is measured."""
     return {name: value for name, value in os.environ.items() if not name.startswith("LEASEWAY_")}

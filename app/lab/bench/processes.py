@@ -37,14 +37,14 @@ class Child:
         written = self.log.read_text(errors="replace").splitlines()
         return "\n".join(written[-lines:]) or "(it wrote nothing)"
 
-    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
+    def wait_until(self, ready: Callable[[], bool], what: str, within_s: float = START_S) -> None:
         """Poll `ready`; a child that exits or stays unready ends the bench with its last words."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + within_s
         while not ready():
             if self.process.poll() is not None:
                 problem = f"exited with {self.process.returncode} before {what}"
             elif time.monotonic() > deadline:
-                problem = f"no {what} within {START_S:.0f} s"
+                problem = f"no {what} within {within_s:.0f} s"
             else:
                 time.sleep(0.05)
                 continue

@@ -8,9 +8,10 @@ and an entry of the prefix index take of its memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import orjson
 from rich.box import SIMPLE_HEAD
@@ -20,15 +21,17 @@ from rich.table import Table
 from app.cluster.embedded import EmbeddedValkey
 from app.cluster.link import Link
 from app.cluster.scripts import constants, text
-from app.config import Scoring, Settings
+from app.config import Policy, Prefix, Scoring, Settings
+from app.errors import ConfigError
 from app.keys import pool_keys
 
 if TYPE_CHECKING:
-    from app.config import Policy
+    from collections.abc import AsyncIterator
 
 NO_OP = "#!lua\nreturn 1"
 KEYS = pool_keys("lw", "bench")
-BLOCK = 500  # calls between two readings of the server's CPU clock
+CHAIN = 8  # blocks of a prompt
+BLOCK = 100  # calls between two readings of the CPU clock; leases that a replica holds
 MODEL, REPLICA = "bench", "replica-1"
 TIMED = ("no_op", "acquire", "first_token", "release")
 
@@ -52,9 +55,11 @@ class Cost:
 class Bench:
     """One pool under ``policy``, on a server of its own that ``link`` leads to."""
 
-    def __init__(self, link: Link, policy: Policy) -> None:
+    def __init__(self, link: Link, policy: Policy, *, follows: bool = False) -> None:
         self._link = link
-        made = constants(Settings(scoring=Scoring(policy=policy)))
+        self._follows = follows
+        prefix = Prefix(pools=["bench"] if follows else [], node_tokens=10**9)
+        made = constants(Settings(scoring=Scoring(policy=policy), prefix=prefix), "bench")
         self._texts = {verb: text(verb, made) for verb in ("register", *TIMED[1:])}
         self._texts["no_op"] = NO_OP
         self._digests: dict[str, str] = {}
@@ -84,8 +89,8 @@ class Bench:
 
     async def fill(self, nodes: int) -> None:
         """Register ``nodes`` nodes of unequal weight, one model."""
-        for start in range(0, nodes, BLOCK):
-            ids = [f"node-{i:05}" for i in range(start, min(nodes, start + BLOCK))]
+        for start in range(0, nodes, 500):
+            ids = [f"node-{i:05}" for i in range(start, min(nodes, start + 500))]
             await asyncio.gather(*(self._call("register", i, node) for i, node in enumerate(ids)))
 
     def _call(self, verb: str, i: int, name: str) -> asyncio.Future[Any]:
@@ -98,7 +103,7 @@ class Bench:
                     1_000_000, "engine", "vllm", "api_key_env", "", "source", "config")  # fmt: skip
         elif verb == "acquire":
             keys = (KEYS.score(MODEL), KEYS.due(MODEL), KEYS.leases(REPLICA), KEYS.replicas)
-            rest = (REPLICA, 10_000, 200 + i % 800, 100, i % 997 / 997)
+            rest = (REPLICA, 10_000, 200 + i % 800, 100, i % 997 / 997, self._blocks(name))
         elif verb == "first_token":
             rest = (50_000 + i,)
         elif verb == "release":
@@ -106,6 +111,13 @@ class Bench:
         return self._link.call(
             "EVALSHA", self._digests[verb], len(keys), *keys, "", KEYS.prefix, name, *rest
         )
+
+    def _blocks(self, lease: str) -> str:
+        """A prompt that no other shares anything with."""
+        if not self._follows:
+            return ""
+        number = lease.partition("-")[0]
+        return " ".join(f"{number}{i:08x} {128 * (i + 1)}" for i in range(CHAIN))
 
     async def run(self, verb: str, leases: list[str]) -> float:
         """CPU-µs per call of one block."""
@@ -124,42 +136,73 @@ class Bench:
         return {verb: await self.run(verb, leases) for verb in TIMED}
 
 
-async def measure(policy: Policy, nodes: int, rounds: int) -> Cost:
-    """Medians over ``rounds`` rounds, on a server of its own."""
+@contextlib.asynccontextmanager
+async def ready(policy: Policy, *, follows: bool = False) -> AsyncIterator[Bench]:
+    """A bench on a server of its own."""
     async with EmbeddedValkey() as server:
         link = Link(server.url, budget_s=60, name="bench", tag="bench")
         await link.start()
         try:
-            bench = Bench(link, policy)
+            bench = Bench(link, policy, follows=follows)
             await bench.load()
-            empty = await bench.memory()
-            await bench.fill(nodes)
-            filled = await bench.memory()
-            blocks = [await bench.block() for _ in range(rounds)]
-            held = await bench.memory()
-            await bench.run("acquire", bench.mint())
-            us = {verb: median(block[verb] for block in blocks) for verb in TIMED}
-            return Cost(
-                policy,
-                nodes,
-                no_op_us=round(us["no_op"], 2),
-                acquire_us=round(us["acquire"], 2),
-                first_token_us=round(us["first_token"], 2),
-                release_us=round(us["release"], 2),
-                ratio=round(median((b["acquire"] + b["release"]) / b["no_op"] for b in blocks), 1),
-                node_bytes=round((filled - empty) / nodes),
-                lease_bytes=round((await bench.memory() - held) / BLOCK),
-            )
+            yield bench
         finally:
             await link.close()
 
 
-async def run(policies: list[Policy], sizes: list[int], rounds: int, as_json: bool) -> None:
-    """Measure and print."""
-    costs = [await measure(policy, nodes, rounds) for policy in policies for nodes in sizes]
+async def entry_bytes() -> float:
+    """Memory of one block of a prompt, in the index and in the cache of its node."""
+    sizes = []
+    for follows in (False, True):
+        async with ready("work", follows=follows) as bench:
+            await bench.fill(10)
+            empty = await bench.memory()
+            for _ in range(8):
+                leases = bench.mint()
+                await bench.run("acquire", leases)
+                await bench.run("release", leases)
+            sizes.append(await bench.memory() - empty)
+    return (sizes[1] - sizes[0]) / (8 * BLOCK * CHAIN)
+
+
+async def measure(policy: Policy, nodes: int, rounds: int) -> Cost:
+    """Medians over ``rounds`` rounds, on a server of its own."""
+    async with ready(policy) as bench:
+        empty = await bench.memory()
+        await bench.fill(nodes)
+        filled = await bench.memory()
+        blocks = [await bench.block() for _ in range(rounds)]
+        held = await bench.memory()
+        await bench.run("acquire", bench.mint())
+        us = {verb: median(block[verb] for block in blocks) for verb in TIMED}
+        return Cost(
+            policy,
+            nodes,
+            no_op_us=round(us["no_op"], 2),
+            acquire_us=round(us["acquire"], 2),
+            first_token_us=round(us["first_token"], 2),
+            release_us=round(us["release"], 2),
+            ratio=round(median((b["acquire"] + b["release"]) / b["no_op"] for b in blocks), 1),
+            node_bytes=round((filled - empty) / nodes),
+            lease_bytes=round((await bench.memory() - held) / BLOCK),
+        )
+
+
+async def run(policies: list[str], sizes: list[int], rounds: int, as_json: bool) -> None:
+    """Measure and print. Raises ``ConfigError`` for a policy that there is not."""
+    for policy in policies:
+        if policy not in get_args(Policy):
+            known = ", ".join(get_args(Policy))
+            raise ConfigError(f"no policy is called {policy!r}: {known}")
+    costs = [
+        await measure(cast("Policy", policy), nodes, rounds)
+        for policy in policies
+        for nodes in sizes
+    ]
+    entry = round(await entry_bytes())
     if as_json:
-        rows = [asdict(cost) for cost in costs]
-        print(orjson.dumps({"rows": rows}, option=orjson.OPT_INDENT_2).decode())
+        report = {"rows": [asdict(cost) for cost in costs], "prefix_entry_bytes": entry}
+        print(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
         return
     title = f"Server CPU-µs per call, medians of {rounds} rounds; bytes"
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
@@ -173,4 +216,6 @@ async def run(policies: list[Policy], sizes: list[int], rounds: int, as_json: bo
             f"{cost.first_token_us:.1f}", f"{cost.release_us:.1f}", f"{cost.ratio:.1f}",
             f"{cost.node_bytes:.0f} B", f"{cost.lease_bytes:.0f} B",
         )  # fmt: skip
-    Console(width=max(110, Console().width)).print(table)
+    console = Console(width=max(110, Console().width))
+    console.print(table)
+    console.print(f"A block of a prompt in the prefix index takes {entry} bytes.")

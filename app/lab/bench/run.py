@@ -116,7 +116,7 @@ def started_peers(
 
 
 @contextmanager
-def _unwinding_on_signals() -> Iterator[None]:
+def unwinding_on_signals() -> Iterator[None]:
     """Each way of being stopped unwinds the stack once; a second one cannot cut that short."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -155,7 +155,7 @@ def main(
     cores = choose_cores()
     try:
         _refuse_unknown(wanted)
-        with _unwinding_on_signals(), started_peers(names, cores, backend_port) as started:
+        with unwinding_on_signals(), started_peers(names, cores, backend_port) as started:
             everyone = [*started, *others]
             rows = run_gateway_bench(
                 everyone, wanted, rounds=rounds, seconds=seconds, cores=cores, on_sample=tell
