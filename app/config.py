@@ -52,6 +52,7 @@ PerMinute = Annotated[int, Field(ge=1, le=1_000_000_000)]
 KeyHash = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 _KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _CREDENTIALS = re.compile(r"://[^/\s]*@")
+UP_PORT = 6399  # of the Valkey of `leaseway up`: where the command line looks without a URL
 _REDIS_URL = re.compile(r"(rediss?(\+(sentinel|cluster))?|unix)://.")
 
 
@@ -140,6 +141,15 @@ class Scoring(_Section):
     hung_times: Annotated[float, Field(ge=1)] = 3
 
 
+class Prefix(_Section):
+    """Pools whose requests go where their prompt's prefix is cached, when that is worth it."""
+
+    pools: list[Name] = []
+    node_tokens: Annotated[int, Field(ge=1024)] = 100_000
+    salt: str = ""
+    by_key: bool = False
+
+
 class Circuit(_Section):
     """When a node stops getting requests, and for how long."""
 
@@ -161,6 +171,7 @@ class Health(_Section):
 
     interval_s: Positive = 5
     timeout_s: Positive = 2
+    signals: bool = False
     unhealthy_after: Annotated[int, Field(ge=1)] = 3
 
 
@@ -177,6 +188,32 @@ class Retries(_Section):
     """How many nodes one request may try before its first byte has gone out."""
 
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 3
+
+
+def _collector_url(value: str) -> str:
+    """The base of an OTLP collector, as OTEL_EXPORTER_OTLP_ENDPOINT has it."""
+    parts = urlsplit(value)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError("right is http://host:4318 or https://…: the base, without /v1/traces")
+    if parts.username is not None:
+        raise ValueError("no user or password in the URL; use OTEL_EXPORTER_OTLP_HEADERS")
+    return value.rstrip("/")
+
+
+class TelemetrySettings(_Section):
+    """What a replica tells of its requests, beside its metrics."""
+
+    access_log: Literal["json", "off"] = "off"
+    tracing: bool = False
+    otlp_endpoint: Annotated[str, AfterValidator(_collector_url)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off_is_a_word(cls, given: Any) -> Any:
+        # YAML reads a bare `off` as false.
+        if isinstance(given, dict) and given.get("access_log") is False:
+            return {**given, "access_log": "off"}
+        return given
 
 
 def _base_url(value: str) -> str:
@@ -199,18 +236,41 @@ def _base_url(value: str) -> str:
     )
 
 
+def _not_our_own(value: str) -> str:
+    """What the variable holds is sent to the node: an admin must not send it our secrets."""
+    if value == "REDIS_URL" or value.startswith(("LEASEWAY_", "OTEL_")):
+        raise ValueError("this variable is the gateway's own; name one that holds the node's key")
+    return value
+
+
+NodeUrl = Annotated[str, AfterValidator(_base_url)]
+# Bounds within which a score is neither infinite nor nothing.
+Weight = Annotated[float, Field(ge=1e-6, le=1e9, allow_inf_nan=False)]
+Capacity = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Models = Annotated[list[ModelName], Field(min_length=1)] | Literal["discovered"]
+Variable = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"),
+    AfterValidator(_not_our_own),
+]
+
+
+Slots = Annotated[int, Field(ge=1, le=1_000_000_000)]
+KvTokens = Annotated[int, Field(ge=1024, le=10**12)]
+
+
 class NodeSettings(_Section):
     """One inference server."""
 
     id: Name
-    url: Annotated[str, AfterValidator(_base_url)]
-    weight: Positive = 1.0
-    capacity: Annotated[int, Field(ge=1)] = 64
-    models: Annotated[list[ModelName], Field(min_length=1)] | Literal["discovered"] = "discovered"
+    url: NodeUrl
+    weight: Weight = 1.0
+    capacity: Capacity = 64
+    models: Models = "discovered"
     engine: Engine = "auto"
-    api_key_env: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = (
-        None
-    )
+    api_key_env: Variable | None = None
+    slots: Slots | None = None
+    kv_tokens: KvTokens | None = None
     pool: Name = "default"
 
     def node(self) -> Node:
@@ -224,7 +284,32 @@ class NodeSettings(_Section):
             models=() if self.models == "discovered" else tuple(dict.fromkeys(self.models)),
             engine=self.engine,
             api_key_env=self.api_key_env,
+            slots=self.slots,
+            kv_tokens=self.kv_tokens,
         )
+
+
+def _without_defaults(schema: dict[str, Any]) -> None:
+    for said in schema["properties"].values():
+        said.pop("default", None)
+
+
+_LEFT_OUT: Any = None  # no value of these fields: null is refused
+
+
+class NodeChange(_Section):
+    """What is to be different of a node from now on; what is left out stays as it is."""
+
+    model_config = ConfigDict(json_schema_extra=_without_defaults)
+
+    url: NodeUrl = _LEFT_OUT
+    weight: Weight = _LEFT_OUT
+    capacity: Capacity = _LEFT_OUT
+    models: Models = _LEFT_OUT
+    engine: Engine = _LEFT_OUT
+    api_key_env: Variable | None = Field(default=None, description="null: it wants no key")
+    slots: Slots | None = Field(default=None, description="null: not known")
+    kv_tokens: KvTokens | None = Field(default=None, description="null: not known")
 
 
 def _key_hashes(value: Any) -> Any:
@@ -283,10 +368,12 @@ class Settings(BaseSettings):
     server: Server = Server()
     leases: LeaseSettings = LeaseSettings()
     scoring: Scoring = Scoring()
+    prefix: Prefix = Prefix()
     circuit: Circuit = Circuit()
     health: Health = Health()
     timeouts: Timeouts = Timeouts()
     retries: Retries = Retries()
+    telemetry: TelemetrySettings = TelemetrySettings()
     nodes: list[NodeSettings] = []
     aliases: dict[ModelName, ModelName] = {}
     keys: list[KeySettings] = []
@@ -400,6 +487,16 @@ def load(path: Path | None, *, port: int | None = None, content: bytes | None = 
         raise ConfigError("\n".join(f"{where}: {_explain(error)}" for error in errors)) from exc
     except ValueError as exc:  # pydantic-settings: an environment value that is not JSON
         raise ConfigError(f"environment: {exc}") from exc
+
+
+def masked(settings: Settings) -> dict[str, Any]:
+    """The settings as they may be shown: hashes of keys and the URL of Redis are hidden."""
+    shown = settings.model_dump(mode="json")
+    for key in shown["keys"]:
+        key["hash"] = "(hidden)"  # one or several
+    if shown["redis"]["url"]:
+        shown["redis"]["url"] = "(set)"
+    return shown
 
 
 def _explain(error: Any) -> str:

@@ -14,16 +14,9 @@ class PoolKeys:
     """Key names of one pool. ``prefix`` is what scripts build per-node and per-model keys from."""
 
     __slots__ = (
-        "leases_prefix",
-        "nodes",
-        "prefix",
-        "probes",
-        "replicas",
-        "sweeps",
-        "turn",
-        "weights",
-        "work",
-    )
+        "blocks", "changes", "edits", "files", "leases_prefix", "nodes", "prefix", "probes",
+        "replicas", "sweeps", "turn", "weights", "work",
+    )  # fmt: skip
 
     def __init__(self, namespace: str, pool: str) -> None:
         self.prefix = f"{namespace}:{{{pool}}}:"
@@ -34,6 +27,10 @@ class PoolKeys:
         self.turn = self.prefix + "turn"  # STRING: picks so far, of the policy round_robin
         self.weights = self.prefix + "weights"  # ZSET: node → K, of policy `work`
         self.work = self.prefix + "work"  # HASH: node → what policy `work` has learned, packed
+        self.files = self.prefix + "files"  # HASH: node → what the settings file says of it, JSON
+        self.edits = self.prefix + "edits"  # HASH: node → ``version edit``, what was set by hand
+        self.changes = self.prefix + "changes"  # STRING: the newest version of all edits
+        self.blocks = self.prefix + "prefix"  # HASH: block of a prompt → its tokens, its nodes
         self.leases_prefix = self.prefix + "leases:"
 
     def node(self, node_id: str) -> str:
@@ -47,6 +44,10 @@ class PoolKeys:
     def ttft(self, node_id: str) -> str:
         """LIST: the last W samples, ``ttft_us:prompt_tokens:taken_at_ms``, newest first."""
         return f"{self.prefix}ttft:{node_id}"
+
+    def cached(self, node_id: str) -> str:
+        """ZSET: block of a prompt that the node is thought to hold → when it was last used, ms."""
+        return f"{self.prefix}cached:{node_id}"
 
     def score(self, model: str) -> str:
         """ZSET: node → live score; highest wins, 0 = not eligible."""

@@ -22,10 +22,10 @@ class Node:
 
     ``url`` is the base without a trailing slash and without ``/v1``. ``epoch`` changes when a
     node is added anew under the same id. ``weight`` is K of the score, ``capacity`` the
-    cluster-wide cap on in-flight leases, ``kv_tokens`` the size of its KV cache when it is known.
-    The last five are the picture at the last refresh:
-    health verdict, probes missed in a row, mean TTFT (0: no samples), score when idle, and what
-    policy `work` has learned (``score.COLUMNS``; empty for other policies).
+    cluster-wide cap on in-flight leases, ``slots`` the requests that its engine runs at once and
+    ``kv_tokens`` the size of its KV cache, where the operator says. The last five are the picture
+    at the last refresh: health verdict, probes missed in a row, mean TTFT (0: no samples), score
+    when idle, and what policy `work` has learned (``score.COLUMNS``; empty for other policies).
     """
 
     id: str
@@ -36,6 +36,7 @@ class Node:
     models: tuple[str, ...] = ()
     engine: str = "auto"
     api_key_env: str | None = None
+    slots: int | None = None
     kv_tokens: int | None = None
     state: str = "active"
     epoch: int = 0

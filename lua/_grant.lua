@@ -48,9 +48,14 @@ local function pick(score_key, tried, tries, chance)
   return drawn, best
 end
 
--- Policy `work`: of the TOP_K untried nodes with the best scores the one on which this very request
--- costs least; also its score and its row.
-local function rank(score_key, tried, tries, chance, now, fresh)
+-- Prompt tokens that a node must prefill, `hit` of them being cached there.
+local function fresh_of(size, hit)
+  return math.max(MIN_PROMPT_TOKENS, size - (hit or 0))
+end
+
+-- Policy `work`: of the TOP_K untried nodes with the best scores, and of as many that hold most of
+-- the prefix, the one on which this very request costs least; also its score and its row.
+local function rank(score_key, tried, tries, chance, now, size, hits, near)
   local top = redis.call('ZREVRANGE', score_key, 0, TOP_K + tries - 1, 'WITHSCORES')
   local ids, scores = {}, {}
   for i = 1, #top, 2 do
@@ -59,11 +64,23 @@ local function rank(score_key, tried, tries, chance, now, fresh)
     end
   end
   if #ids == 0 then return nil end
+  local others, ranked = {}, {}
+  for _, id in ipairs(ids) do ranked[id] = true end
+  for _, id in ipairs(near) do
+    if not tried[id] and not ranked[id] and #others < TOP_K then others[#others + 1] = id end
+  end
+  if #others > 0 then
+    for i, score in ipairs(redis.call('ZMSCORE', score_key, unpack(others))) do
+      if score and tonumber(score) > 0 then
+        ids[#ids + 1], scores[#scores + 1] = others[i], score
+      end
+    end
+  end
   local texts, output = redis.call('HMGET', work_key, unpack(ids)), tonumber(ARGV[7])
   local least, equals = nil, {}
   for i = 1, #ids do
     local base, prompt, answer = terms_of(ids[i], now, texts[i])
-    local cost = base + prompt * fresh + answer * output
+    local cost = base + prompt * fresh_of(size, hits[ids[i]]) + answer * output
     if not least or cost < least then
       least, equals = cost, {i}
     elseif cost == least then
@@ -126,8 +143,8 @@ local function trial(due_key, id, tried, now)
 end
 
 -- Count a lease that has just been written, and re-score its node. `heard` and what the row of
--- policy `work` needs, `fresh` tokens to prefill, are of the lease.
-local function count(node_id, base, capacity, models, row, fresh, heard)
+-- policy `work` needs, `fresh` tokens to prefill and `held` in all, are of the lease.
+local function count(node_id, base, capacity, models, row, fresh, held, heard)
   local n = redis.call('INCR', prefix .. 'active:' .. node_id)
   if n < 1 then -- the counter was damaged from outside
     redis.call('SET', prefix .. 'active:' .. node_id, 1)
@@ -140,7 +157,7 @@ local function count(node_id, base, capacity, models, row, fresh, heard)
   end
   if POLICY == 'work' then
     row = row or row_of(node_id, clock())
-    leased(row, clock(), fresh, n, heard)
+    leased(row, clock(), fresh, held, n, heard)
     remember(node_id, row, clock())
   end
   put(node_id, base, capacity, models, n, row)
@@ -159,14 +176,19 @@ local function check_ask()
   whole(5, 7)
   local chance = tonumber(ARGV[8])
   demand(chance and chance >= 0 and chance < 1, 8)
+  demand(string.find(ARGV[9] or '-', '^[%x ]*$'), 9)
   return chance
 end
 
 -- Choose, lease, re-score: the one step that `acquire` and `move` share.
 local function grant(leases, id, chance, tried, tries)
   local score_key, due_key, now = KEYS[1], KEYS[2], clock()
-  local size, row, fresh = ARGV[6], nil, nil
-  if POLICY == 'work' then fresh = math.max(MIN_PROMPT_TOKENS, tonumber(size)) end
+  local size, row, fresh, held = tonumber(ARGV[6]), nil, nil, nil
+  local chain, hits, near = nil, {}, {}
+  if PREFIX then
+    chain = chain_of(ARGV[9])
+    hits, near = hits_of(chain)
+  end
   own(KEYS[4], ARGV[4], tonumber(ARGV[5]), now)
   local chosen, best, half_open, last_resort, refusal = nil, '0', '0', false, nil
   if redis.call('EXISTS', due_key) == 1 and redis.call('HEXISTS', leases, id) == 0 then
@@ -175,7 +197,7 @@ local function grant(leases, id, chance, tried, tries)
   end
   while true do
     if not chosen and POLICY == 'work' then
-      chosen, best, row = rank(score_key, tried, tries, chance, now, fresh)
+      chosen, best, row = rank(score_key, tried, tries, chance, now, size, hits, near)
     elseif not chosen then
       chosen, best = pick(score_key, tried, tries, chance)
     end
@@ -191,15 +213,18 @@ local function grant(leases, id, chance, tried, tries)
     base, capacity = tonumber(base or ''), tonumber(capacity or '')
     local n = models and (row and row[INFLIGHT] or active(chosen))
     if models and (half_open == '1' or last_resort or (base > 0 and n < capacity)) then
-      local record = chosen .. ' ' .. epoch .. ' ' .. now .. ' ' .. size
+      local record = chosen .. ' ' .. epoch .. ' ' .. now .. ' ' .. ARGV[6]
       if POLICY == 'work' then
         row = row or row_of(chosen, now)
-        record = record .. ' ' .. fresh .. ' ' .. ahead_of(row, fresh)
+        fresh = fresh_of(size, hits[chosen])
+        held = size + tonumber(ARGV[7])
+        record = record .. ' ' .. fresh .. ' ' .. ahead_of(row, fresh) .. ' ' .. held
       end
       if redis.call('HSETNX', leases, id, record) == 0 then -- asked again: the same answer
         return {'leased', redis.call('HGET', leases, id), '0', '0'}
       end
-      count(chosen, base, capacity, models, row, fresh, false)
+      if PREFIX then hold(chosen, chain, row, now) end
+      count(chosen, base, capacity, models, row, fresh, held, false)
       return {'leased', record, best, half_open}
     end
     -- A score that the record does not bear out (keys edited by hand): mend the set, look again.

@@ -122,14 +122,23 @@ local function due(node, at_ms)
   end
 end
 
+-- Policy `work`: the limits of the node's engine, as the operator or else the engine itself says.
+local function limits_of(node)
+  local row = node.row
+  row[SLOTS] = (tonumber(node.slots) or 0) > 0 and node.slots or node.engine_slots
+  row[KV_TOKENS] = (tonumber(node.kv_tokens) or 0) > 0 and node.kv_tokens or node.engine_kv_tokens
+  row[KV_USED] = node.signal_until_ms > clock() and tonumber(node.kv_used) or 0
+end
+
 -- The record of a lease as `grant` wrote it: 'node epoch start_ms prompt_tokens', and from policy `work`
--- ' fresh_tokens ahead_tokens'; a '+' behind it once the lease has had its first token.
+-- ' fresh_tokens ahead_tokens held_tokens'; a '+' behind it once the lease has had its first token.
 local function parse(id, text)
   local node, epoch, start, size, more, heard =
     string.match(text, '^(%S+) (%d+) (%d+) (%d+)([^+]*)(%+?)$')
-  local fresh, ahead = string.match(more, '^ (%S+) (%S+)$')
+  local fresh, ahead, held = string.match(more, '^ (%S+) (%S+) (%S+)$')
   return {id = id, node = node, epoch = epoch, start_ms = tonumber(start), size = size,
-    fresh = tonumber(fresh or size), ahead = tonumber(ahead or ''), heard = heard == '+'}
+    fresh = tonumber(fresh or size), ahead = tonumber(ahead or ''),
+    held = tonumber(held or size), heard = heard == '+'}
 end
 
 -- A removed node that carries nothing more leaves no key behind.

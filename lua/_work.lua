@@ -50,6 +50,19 @@ local function error_share(row, now)
   return row[BAD] * fade / (row[SEEN] * fade + 2)
 end
 
+-- How long the engine keeps one more request waiting for a slot and for room in its KV cache: as many
+-- stays as it is over its limits, where these are known.
+local function admission_ms(row)
+  local over = 0
+  if row[SLOTS] > 0 then over = math.max(0, row[INFLIGHT] + 1 - row[SLOTS]) / row[SLOTS] end
+  if row[KV_TOKENS] > 0 then
+    local held = math.max(row[HELD], row[KV_USED] * row[KV_TOKENS])
+      + (MEAN_PROMPT_TOKENS + MEAN_OUTPUT_TOKENS)
+    over = over + math.max(0, held - row[KV_TOKENS]) / row[KV_TOKENS]
+  end
+  return row[STAY_MS] * over
+end
+
 -- What a request costs here, in ms: COST + PER_PROMPT * fresh tokens + PER_OUTPUT * tokens of the
 -- answer, written into the row; a pick reads these three of a candidate. Wait, stall of others,
 -- decoding, retries.
@@ -64,6 +77,7 @@ local function set_terms(row, now)
       base, prompt = silence, 0
     end
   end
+  base = base + admission_ms(row)
   prompt = prompt + STALL_SHARE * math.max(0, row[INFLIGHT] - row[WAITING]) / rate
   local output, failing = DECODE_SHARE * tpot_of(row, now), error_share(row, now)
   local tries = 1 / (1 - failing)
@@ -72,7 +86,8 @@ local function set_terms(row, now)
 end
 
 local function new_row(weight, n, now)
-  local row = {0, 0, 0, n, 0, 0, now, 0, 0, now, 0, 1, TPOT_PRIOR_MS, TPOT_PRIOR_MS, now, 0, 0}
+  local row = {0, 0, 0, n, 0, 0, now, 0, 0, now, 0, 1, TPOT_PRIOR_MS, TPOT_PRIOR_MS, now, 0, 0,
+    0, 0, 0, 0, 0, 0}
   prior(row, weight)
   set_terms(row, now)
   return row
@@ -106,8 +121,9 @@ local function remember(id, row, now)
 end
 
 -- The three events of a lease. `n` is the counter after it.
-local function leased(row, now, fresh, n, heard)
+local function leased(row, now, fresh, held, n, heard)
   row[INFLIGHT] = n
+  row[HELD] = row[HELD] + held
   if heard then return end -- put back after a loss, past its first token
   if row[WAITING] == 0 then row[SILENT_SINCE] = now end
   row[WAITING] = row[WAITING] + 1
@@ -151,14 +167,17 @@ end
 
 -- `tokens` are those after the first one, decoded in `decode_ms`.
 local function over(row, now, lease, outcome, tokens, decode_ms)
+  row[HELD] = row[INFLIGHT] > 0 and math.max(0, row[HELD] - lease.held) or 0
   if not lease.heard then answered(row, lease.fresh) end
   if outcome ~= 'ok' and outcome ~= 'failed' then return end
   row[SEEN] = row[SEEN] * ERROR_KEEP + 1
   row[BAD] = row[BAD] * ERROR_KEEP
   if outcome == 'failed' then
     row[BAD] = row[BAD] + 1
-  elseif tokens > 0 then
-    decoded(row, now, tokens, decode_ms)
+  else
+    local stay = math.max(0, now - lease.start_ms)
+    row[STAY_MS] = row[STAY_MS] > 0 and row[STAY_MS] + (stay - row[STAY_MS]) / 20 or stay
+    if tokens > 0 then decoded(row, now, tokens, decode_ms) end
   end
   row[ENDED_AT] = now
 end

@@ -13,11 +13,12 @@
 -- ARGV[6] size      prompt tokens, estimated
 -- ARGV[7] output    tokens of the answer, expected
 -- ARGV[8] chance    in [0, 1): draws among equals
--- ARGV[9...]        node ids already tried by this request
+-- ARGV[9] blocks    of the prompt's prefix, 'hash tokens hash tokens ...'; '' = not followed
+-- ARGV[10...]       node ids already tried by this request
 --
 -- Returns {'leased', record, score, trial} or {reason, retry_ms} with reason unknown, new, down,
 -- full or spent. Repeating the call for the same lease returns the same record.
 
 local chance = check_ask()
-local tried, tries = tried_from(9)
+local tried, tries = tried_from(10)
 return grant(KEYS[3], ARGV[3], chance, tried, tries)

@@ -26,6 +26,12 @@ local before = node.health
 if verdict == 'ready' then
   if before ~= 'ok' then
     node.since_ms = now
+    if PREFIX then -- most likely it has started anew
+      lose(node.id)
+      node.row = row_of(node.id, now)
+      node.row[CACHED] = 0
+      remember(node.id, node.row, now)
+    end
     -- Its trial may have fallen due, and been put off, while it could not be tried.
     local open_ms = math.min(OPEN_MS * 2 ^ math.min(node.opens - 1, 20), OPEN_MAX_MS)
     if node.circuit == 'open' and node.tripped_at_ms + open_ms <= now then

@@ -24,7 +24,7 @@ for i = 5, #ARGV, 2 do
     'base', 'capacity', 'models', 'state'))
   if models and state ~= 'removed' and redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) == 1 then
     local lease = parse(ARGV[i], ARGV[i + 1])
-    count(id, tonumber(base), tonumber(capacity), models, nil, lease.fresh, lease.heard)
+    count(id, tonumber(base), tonumber(capacity), models, nil, lease.fresh, lease.held, lease.heard)
     back = back + 1
   end
 end

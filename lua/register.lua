@@ -47,10 +47,12 @@ for i = 6, #ARGV, 2 do
 end
 redis.call('HSET', KEYS[2], 'models', models)
 local node = read(id)
+if PREFIX and said == 'added' then lose(id) end
 if POLICY == 'work' then
   redis.call('ZADD', prefix .. 'weights', node.weight, id)
   node.row = said == 'added' and new_row(node.weight, active(id), now) or row_of(id, now)
   if node.row[BEST_RATE] == 0 then prior(node.row, node.weight) end
+  limits_of(node)
   remember(id, node.row, now)
 end
 if old and old.models ~= models and (node.circuit ~= 'closed' or node.cooling_until_ms > now) then

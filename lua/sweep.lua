@@ -25,7 +25,9 @@ for _, id in ipairs(ids) do
     end
     if POLICY == 'work' then
       node.row = row_of(id, now)
-      if node.row[BEST_RATE] == 0 then prior(node.row, node.weight) end -- weights may have changed
+      redis.call('ZADD', prefix .. 'weights', node.weight, id) -- it may have been changed by hand
+      if node.row[BEST_RATE] == 0 then prior(node.row, node.weight) end
+      limits_of(node)
       remember(id, node.row, now)
       redis.call('HSET', node.key, 'tpot_us', string.format('%.1f', tpot_of(node.row, now) * 1000))
     end

@@ -16,6 +16,7 @@ redis.call('ZREM', prefix .. 'probes', ARGV[3])
 redis.call('ZREM', prefix .. 'sweeps', ARGV[3])
 redis.call('ZREM', prefix .. 'weights', ARGV[3])
 if not node then return -1 end
+if PREFIX then lose(node.id) end
 due(node, nil)
 for model in string.gmatch(node.models, '[^\n]+') do
   redis.call('ZREM', prefix .. 'score:' .. model, node.id)

@@ -24,6 +24,7 @@ import httpx
 from app.cluster.engines import PAGE_TIMEOUTS, discover_models, probe
 from app.cluster.names import Lookups
 from app.cluster.registry import UnknownNode
+from app.cluster.signals import scrape
 from app.errors import RedisAway
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class Health:
     ) -> None:
         self._interval_s = settings.interval_s
         self._timeout_s = settings.timeout_s
+        self._signals = settings.signals
+        self._signals_ms = int(3000 * settings.interval_s)  # two of them may be missed
         self._scripts = scripts
         self._registry = registry
         self._pulse = pulse
@@ -152,6 +155,10 @@ class Health:
         if seen.verdict == "ready" and self._registry.undiscovered(node.id):
             await self._registry.discovered(node.id, await discover_models(self._client, node))
         before, after = await self._scripts.observe(node, seen.verdict)
+        if self._signals and seen.verdict == "ready":
+            signals = await scrape(self._client, node)
+            if signals is not None:
+                await self._scripts.signal(node, signals, valid_ms=self._signals_ms)
         if before != after or (after != "ok" and self._said.get(node.id) != seen.why):
             self._said[node.id] = seen.why  # once a reason, not once a probe
             level = logging.INFO if after == "ok" else logging.WARNING

@@ -123,6 +123,7 @@ class Leases:
                 ttl_ms=self._ttl_ms,
                 size=ask.prompt_tokens,
                 output=ask.output_tokens,
+                blocks=ask.blocks,
             )
             return await self._granted(lease_id, ask, answer, ())
         except BaseException as exc:
@@ -147,6 +148,7 @@ class Leases:
                 ttl_ms=self._ttl_ms,
                 size=ask.prompt_tokens,
                 output=ask.output_tokens,
+                blocks=ask.blocks,
                 old=old,
                 outcome=ending.outcome,
                 cool_ms=ending.cool_ms,
@@ -212,6 +214,7 @@ class Leases:
                 ttl_ms=self._ttl_ms,
                 size=ask.prompt_tokens,
                 output=ask.output_tokens,
+                blocks=ask.blocks,
                 tried=tried,
             )
         return answer

@@ -151,8 +151,11 @@ class Profile:
     def _know_nothing(self) -> None:
         """Set what a policy learns to what it is before the first event."""
 
-    def leased(self, now_ms: float, fresh: float = 0) -> float:
-        """Count a lease; returns what `first_token` wants back (kept in the lease)."""
+    def leased(self, now_ms: float, fresh: float = 0, held: float = 0) -> float:
+        """Count a lease; returns what `first_token` wants back (kept in the lease).
+
+        ``fresh`` prompt tokens are to be prefilled; prompt and answer will come to ``held``.
+        """
         self.inflight += 1
         return 0.0
 
@@ -166,10 +169,13 @@ class Profile:
         *,
         heard: bool,
         fresh: float = 0,
+        held: float = 0,
         tokens: int = 0,
         decode_ms: float = 0,
+        stay_ms: float = 0,
     ) -> None:
-        """A lease ended. `heard`: it had its first token; `decode_ms`: from there to its end."""
+        """A lease ended. `heard`: it had its first token; `decode_ms`: from there to its end;
+        `stay_ms`: from the lease to its end."""
         self.inflight = max(0, self.inflight - 1)
 
     def score(self, now_ms: float) -> float:
@@ -187,6 +193,7 @@ COLUMNS = (
     "cost", "per_prompt", "per_output",
     "inflight", "waiting", "queued", "silent_since", "worked", "waited_ms", "sampled_at",
     "best_rate", "decoded", "decoding_ms", "best_tpot", "ended_at", "bad", "seen",
+    "cached", "held", "stay_ms", "slots", "kv_tokens", "kv_used",
 )  # fmt: skip
 """The row that the scripts keep of a node: its terms, then what `Work` keeps."""
 
@@ -213,13 +220,19 @@ class Work(Profile):
         "bad",
         "best_rate",
         "best_tpot",
+        "cached",
         "decoded",
         "decoding_ms",
         "ended_at",
+        "held",
+        "kv_tokens",
+        "kv_used",
         "queued",
         "sampled_at",
         "seen",
         "silent_since",
+        "slots",
+        "stay_ms",
         "waited_ms",
         "waiting",
         "worked",
@@ -250,6 +263,18 @@ class Work(Profile):
         """Failures, faded."""
         self.seen = 0.0
         """Outcomes, faded."""
+        self.cached = 0.0
+        """Prompt tokens that it is thought to hold in its KV cache (the scripts' alone)."""
+        self.held = 0.0
+        """Tokens of the leases in flight, prompts and expected answers."""
+        self.stay_ms = 0.0
+        """How long a request stays there, mean over the last twenty."""
+        self.slots = 0.0
+        """Requests that its engine runs at once; 0 where that is not known."""
+        self.kv_tokens = 0.0
+        """Tokens that its KV cache has room for; 0 where that is not known."""
+        self.kv_used = 0.0
+        """Share of the KV cache that the engine says is in use; 0 where it says nothing."""
 
     def load(self, row: Sequence[float]) -> None:
         """Take over a row of `COLUMNS`."""
@@ -265,8 +290,9 @@ class Work(Profile):
         c = self.constants
         return self.queued + fresh + c.overhead_tokens + c.lease_tokens * self.inflight
 
-    def leased(self, now_ms: float, fresh: float = 0) -> float:
+    def leased(self, now_ms: float, fresh: float = 0, held: float = 0) -> float:
         x = self.ahead(fresh)
+        self.held += held
         if self.waiting == 0:
             self.silent_since = now_ms
         self.inflight += 1
@@ -302,11 +328,14 @@ class Work(Profile):
         *,
         heard: bool,
         fresh: float = 0,
+        held: float = 0,
         tokens: int = 0,
         decode_ms: float = 0,
+        stay_ms: float = 0,
     ) -> None:
         c = self.constants
         self.inflight = max(0, self.inflight - 1)
+        self.held = max(0.0, self.held - held) if self.inflight else 0.0
         if not heard:
             self._answered(fresh)
         if outcome not in ("ok", "failed"):
@@ -315,8 +344,10 @@ class Work(Profile):
         self.bad = self.bad * c.error_keep
         if outcome == "failed":
             self.bad += 1
-        elif tokens > 1:
-            self._decoded(now_ms, tokens - 1, decode_ms)
+        else:
+            self.stay_ms += (stay_ms - self.stay_ms) / 20 if self.stay_ms else stay_ms
+            if tokens > 1:
+                self._decoded(now_ms, tokens - 1, decode_ms)
         self.ended_at = now_ms
 
     def _answered(self, fresh: float) -> None:
@@ -370,11 +401,24 @@ class Work(Profile):
             predicted = base + c.mean_prompt_tokens / rate
             if silence > c.hung_ms and silence > predicted and silence > c.hung_times * usual:
                 base, prompt = silence, 0.0
+        base += self._admission_ms()
         prompt += c.stall_share * max(0, self.inflight - self.waiting) / rate
         output = c.decode_share * self.tpot_ms(now_ms)
         failing = self.error_share(now_ms)
         tries = 1 / (1 - failing)
         return (base + failing * c.error_price_ms) * tries, prompt * tries, output * tries
+
+    def _admission_ms(self) -> float:
+        """How long the engine keeps one more request waiting for a slot and for room in its KV
+        cache: as many stays as it is over its limits, where these are known."""
+        c, over = self.constants, 0.0
+        if self.slots > 0:
+            over += max(0.0, self.inflight + 1 - self.slots) / self.slots
+        if self.kv_tokens > 0:
+            held = max(self.held, self.kv_used * self.kv_tokens)
+            held += c.mean_prompt_tokens + c.mean_output_tokens
+            over += max(0.0, held - self.kv_tokens) / self.kv_tokens
+        return self.stay_ms * over
 
     def cost(self, now_ms: float, prompt: float, output: float, hit: float = 0) -> float:
         """What the terms of now make of one request, `hit` tokens of its prompt being cached."""

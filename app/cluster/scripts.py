@@ -15,6 +15,7 @@ import re
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from app.cluster import score
@@ -25,8 +26,9 @@ from app.model import Grant, Node, Outcome, Quota, Refusal
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from app.cluster.signals import Signals
     from app.config import Settings
 
 VERBS = (
@@ -45,6 +47,10 @@ VERBS = (
     "admit",
     "settle",
     "look",
+    "signal",
+    "edit",
+    "restore",
+    "circuit",
 )
 _OF_WORK = (  # constants of the score that only this policy has
     "top_k", "mean_prompt_tokens", "mean_output_tokens", "min_prompt_tokens", "overhead_tokens",
@@ -66,7 +72,7 @@ def lua_dir() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "lua"
 
 
-def constants(settings: Settings) -> Constants:
+def constants(settings: Settings, pool: str = "default") -> Constants:
     """Name → Lua literal: the settings, times in ms, and the columns of a row of policy `work`."""
     scoring, circuit, timeouts = settings.scoring, settings.circuit, settings.timeouts
     values: dict[str, str | float | bool] = {
@@ -88,6 +94,8 @@ def constants(settings: Settings) -> Constants:
         "OPEN_MS": int(circuit.open_s * 1000),
         "OPEN_MAX_MS": int(circuit.open_max_s * 1000),
         "TRIAL_MS": int((timeouts.connect_s + timeouts.first_token_s) * 1000),
+        "PREFIX": scoring.policy == "work" and pool in settings.prefix.pools,
+        "NODE_TOKENS": settings.prefix.node_tokens,
         "COLUMNS": len(COLUMNS),
         "ROW": "<" + "d" * len(COLUMNS),
     }
@@ -108,7 +116,9 @@ def text(verb: str, constants: Constants) -> str:
     folder, literals = lua_dir(), dict(constants)
     shebang, _, body = (folder / f"{verb}.lua").read_text().partition("\n")
     names = shebang.split()[1:]
-    if literals["POLICY"] == "'work'" and "_node" in names:
+    if literals["PREFIX"] == "true":
+        names.insert(0, "_prefix")
+    if literals["POLICY"] == "'work'":
         names.insert(0, "_work")
     parts = [(folder / f"{part}.lua").read_text() for part in names]
     source = _COMMENT.sub("", "".join([*parts, body]))
@@ -144,6 +154,7 @@ class Scripts:
     ) -> None:
         self._link = link
         self.keys = pool_keys(namespace, pool)
+        self.policy = dict(constants)["POLICY"].strip("'")
         self._texts = {verb: text(verb, constants) for verb in VERBS}
         self._digests = {
             verb: hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
@@ -151,6 +162,7 @@ class Scripts:
         }
         self._clock = clock
         self._chance = chance
+        self.timed: Callable[[str, float], None] = lambda _verb, _seconds: None
         link.on_connect.insert(0, self._load)
 
     def _load(self) -> None:
@@ -173,13 +185,16 @@ class Scripts:
         Raises ``RedisAway`` (no answer in time: the call may or may not have run) or
         ``ScriptError`` (a broken contract).
         """
+        started = monotonic()
         try:
-            return await self.send(verb, keys, *args)
+            reply = await self.send(verb, keys, *args)
         except NoScript:
-            return await self._link.call(
+            reply = await self._link.call(
                 "EVAL", self._texts[verb], len(keys), *keys,
                 self._clock(), self.keys.prefix, *args,
             )  # fmt: skip
+        self.timed(verb, monotonic() - started)
+        return reply
 
     async def acquire(
         self,
@@ -190,15 +205,19 @@ class Scripts:
         ttl_ms: int,
         size: int,
         output: int,
+        blocks: str = "",
         tried: Iterable[str] = (),
     ) -> Grant | Refusal:
-        """Pick and lease. ``size`` in prompt tokens, ``output`` in tokens of the answer; idempotent
-        by ``lease_id``."""
+        """Pick and lease; idempotent by ``lease_id``.
+
+        ``size`` in prompt tokens, ``output`` in tokens of the answer; ``blocks`` of the prompt's
+        prefix, ``hash tokens hash tokens …``, where the pool follows prefixes.
+        """
         keys = self.keys
         reply = await self.run(
             "acquire",
             (keys.score(model), keys.due(model), keys.leases(replica), keys.replicas),
-            lease_id, replica, ttl_ms, size, output, self._chance(), *tried,
+            lease_id, replica, ttl_ms, size, output, self._chance(), blocks, *tried,
         )  # fmt: skip
         return _decode(lease_id, reply)
 
@@ -211,6 +230,7 @@ class Scripts:
         ttl_ms: int,
         size: int,
         output: int,
+        blocks: str = "",
         old: str,
         outcome: Outcome,
         cool_ms: int,
@@ -221,7 +241,7 @@ class Scripts:
         reply = await self.run(
             "move",
             (keys.score(model), keys.due(model), keys.leases(replica), keys.replicas),
-            lease_id, replica, ttl_ms, size, output, self._chance(),
+            lease_id, replica, ttl_ms, size, output, self._chance(), blocks,
             old, outcome.value, cool_ms, *tried,
         )  # fmt: skip
         return _decode(lease_id, reply)
@@ -315,7 +335,8 @@ class Scripts:
         """
         fields: list[Argument] = [
             "url", node.url, "weight", node.weight, "capacity", node.capacity,
-            "engine", node.engine, "api_key_env", node.api_key_env or "", "source", source,
+            "engine", node.engine, "api_key_env", node.api_key_env or "",
+            "slots", node.slots or "", "kv_tokens", node.kv_tokens or "", "source", source,
         ]  # fmt: skip
         if state is not None:
             fields += ["state", state]
@@ -341,6 +362,18 @@ class Scripts:
             node.id, node.epoch, verdict, "" if waiting_ms is None else waiting_ms, valid_ms,
         )  # fmt: skip
         return str(before), str(after)
+
+    async def signal(self, node: Node, signals: Signals, *, valid_ms: int) -> bool:
+        """Keep what the engine of ``node`` says of itself; False when the node is not known."""
+        used = "" if signals.kv_used is None else signals.kv_used
+        return bool(
+            await self.run(
+                "signal",
+                (self.keys.node(node.id),),
+                node.id, node.epoch, valid_ms, signals.waiting, signals.running, used,
+                signals.slots or 0, signals.kv_tokens or 0,
+            )
+        )  # fmt: skip
 
     async def look(self, node_ids: Sequence[str]) -> list[list[float]]:
         """What policy `work` has learned of each node (``score.COLUMNS``); [] without anything."""
@@ -368,6 +401,31 @@ class Scripts:
     async def settle(self, key: str, *, rpm: int, tpm: int, delta: int) -> int:
         """Add ``delta`` tokens to what the key has used: the tokens that are left."""
         return int(await self.run("settle", (self.keys.limit(key),), rpm, tpm, delta))
+
+    async def edit(
+        self, node_id: str, edit: str, *, seen: int, fields: Mapping[str, str] | None = None
+    ) -> tuple[str, int]:
+        """Put ``edit`` in the place of the one of version ``seen``, and ``fields`` in the record.
+
+        ('done', version), ('stale', version of another edit) or ('unknown', 0).
+        """
+        keys, pairs = self.keys, [part for pair in (fields or {}).items() for part in pair]
+        said, version = await self.run(
+            "edit", (keys.node(node_id), keys.edits, keys.changes), node_id, seen, edit, *pairs
+        )
+        return str(said), int(version)
+
+    async def restore(self, edits: Mapping[str, str]) -> int:
+        """Put back edits, node → ``version edit``; returns how many were missing or older."""
+        pairs = [part for pair in edits.items() for part in pair]
+        return int(await self.run("restore", (self.keys.edits, self.keys.changes), *pairs))
+
+    async def circuit(self, node_id: str, state: str, *, open_ms: int = 0) -> tuple[str, str]:
+        """Open or close a circuit by hand: (before, now), empty when the node is not known."""
+        before, after = await self.run(
+            "circuit", (self.keys.node(node_id),), node_id, state, open_ms
+        )
+        return str(before), str(after)
 
 
 def _decode(lease_id: str, reply: list[str]) -> Grant | Refusal:

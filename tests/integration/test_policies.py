@@ -149,6 +149,12 @@ async def test_ttft_shares_evenly_until_a_node_shows_itself_slow() -> None:
         a_slow_node_gets_little(nodes, fleet)
 
 
+async def test_work_shares_evenly_until_a_node_shows_itself_slow() -> None:
+    with cluster("work") as (nodes, fleet):
+        await burst_is_even_and_a_busy_node_is_spared(nodes, fleet)
+        a_slow_node_gets_little(nodes, fleet)
+
+
 async def test_peak_ewma_avoids_a_node_that_shows_itself_slow() -> None:
     with cluster("peak_ewma") as (nodes, fleet):
         a_slow_node_gets_little(nodes, fleet)

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from app.cluster.score import COLUMNS, Constants, Terms, Work, cost
-from app.config import Circuit, Health, Scoring, Settings, Timeouts
+from app.config import Circuit, Health, Prefix, Scoring, Settings, Timeouts
 from app.model import Outcome
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Tuning:
     open_ms: int = 2000
     open_max_ms: int = 60_000
     trial_ms: int = 121_000
+    node_tokens: int | None = None  # follow prefixes; each node can hold so many tokens
     work: dict[str, float] = field(default_factory=dict)  # settings that only policy work has
 
     def settings(self) -> Settings:
@@ -69,6 +70,9 @@ class Tuning:
                 top_k=self.top_k,
                 **self.work,  # type: ignore[arg-type]
             ),
+            prefix=Prefix(pools=["default"], node_tokens=self.node_tokens)
+            if self.node_tokens
+            else Prefix(),
             circuit=Circuit(
                 failure_threshold=self.threshold,
                 failure_rate=self.failure_rate,
@@ -105,17 +109,20 @@ class Lease:
     heard: bool = False
     fresh: float = 0
     ahead: float | None = None
+    held: float = 0
 
     @classmethod
     def parse(cls, record: str) -> Lease:
         """Read a record back."""
         node, epoch, start, size, *work = record.rstrip("+").split(" ")
-        fresh, ahead = map(float, work) if work else (int(size), None)
+        fresh, ahead, held = map(float, work) if work else (int(size), None, int(size))
         heard = record.endswith("+")
-        return cls(node, int(epoch), int(start), int(size), heard, fresh, ahead)
+        return cls(node, int(epoch), int(start), int(size), heard, fresh, ahead, held)
 
     def __str__(self) -> str:
-        work = "" if self.ahead is None else f" {self.fresh:.14g} {self.ahead:.14g}"
+        work = ""
+        if self.ahead is not None:
+            work = f" {self.fresh:.14g} {self.ahead:.14g} {self.held:.14g}"
         mark = "+" if self.heard else ""
         return f"{self.node} {self.epoch} {self.start_ms} {self.size}{work}{mark}"
 
@@ -157,6 +164,8 @@ class Node:
     work: Work = field(default_factory=lambda: Work(Constants()))
     terms: Terms = (0.0, 0.0, 0.0)
     stood_ms: int = 0
+    signal: dict[str, float] = field(default_factory=dict)  # what its engine said last
+    signal_until_ms: int = 0
     blind: float = 0.0  # its score for a request that nothing is known of, as last worked out
 
     @property
@@ -271,6 +280,27 @@ class Oracle:
         node.blind = node.work.score_of(node.terms) if usable else 0.0
         node.stood_ms = now
 
+    def _limits(self, node: Node, now: int) -> None:
+        """Policy work: what is known of the engine's limits, the operator's word first."""
+        said, known = node.signal, node.set_by_hand
+        node.work.slots = float(known.get("slots") or 0) or said.get("engine_slots", 0.0)
+        room = float(known.get("kv_tokens") or 0)
+        node.work.kv_tokens = room or said.get("engine_kv_tokens", 0.0)
+        node.work.kv_used = said["kv_used"] if now < node.signal_until_ms else 0.0
+
+    def signal(
+        self, node_id: str, epoch: str, said: dict[str, float], *, valid_ms: int, now: int
+    ) -> int:
+        """1 when the node is known."""
+        node = self.nodes.get(node_id)
+        if node is None or node.removed or str(node.epoch) != epoch:
+            return 0
+        node.signal, node.signal_until_ms = said, now + valid_ms
+        if self.tuning.policy == "work":
+            self._limits(node, now)
+        self._rate(node, now)
+        return 1
+
     def _prior(self, node: Node) -> None:
         """What is thought of a node that has not given a sample yet."""
         if node.work.best_rate == 0:
@@ -377,7 +407,8 @@ class Oracle:
         lease = Lease(node.id, node.epoch, now, size)
         if self.tuning.policy == "work":
             lease.fresh = node.work.fresh(size)
-            lease.ahead = node.work.leased(now, lease.fresh)
+            lease.held = size + output
+            lease.ahead = node.work.leased(now, lease.fresh, lease.held)
         held[lease_id] = lease
         self._turn(node)
         self._stand(node, now)
@@ -503,7 +534,8 @@ class Oracle:
             return True
         if node.epoch == lease.epoch:
             node.work.ended(
-                now, Outcome(outcome), heard=lease.heard, fresh=lease.fresh,
+                now, Outcome(outcome), heard=lease.heard, fresh=lease.fresh, held=lease.held,
+                stay_ms=max(0, now - lease.start_ms),
                 tokens=tokens + 1 if tokens else 0, decode_ms=decode_us / 1000,
             )  # fmt: skip
         self._stand(node, now)
@@ -593,8 +625,10 @@ class Oracle:
             node = self.nodes.get(Lease.parse(record).node)
             if node is not None and not node.removed and lease_id not in held:
                 held[lease_id] = lease = Lease.parse(record)
-                if not lease.heard:
-                    node.work.leased(now, lease.fresh)
+                if lease.heard:
+                    node.work.held += lease.held
+                else:
+                    node.work.leased(now, lease.fresh, lease.held)
                 self._turn(node)
                 self._stand(node, now)
                 back += 1
@@ -649,6 +683,7 @@ class Oracle:
                 kept = max(now, node.cooling_ms) if again is None else again
                 node.look_again(kept if waits else None)
         self._prior(node)
+        self._limits(node, now)
         self._rate(node, now)
         return said, str(node.epoch)
 
@@ -718,6 +753,7 @@ class Oracle:
             if now - node.last_ms > self.tuning.max_age_ms:
                 node.window.clear()
             self._prior(node)
+            self._limits(node, now)
             self._rate(node, now)
             if self.tuning.policy == "work":
                 node.tpot_us = float(f"{node.work.tpot_ms(now) * 1000:.1f}")

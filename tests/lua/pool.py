@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
 T0 = 1_700_000_000_000  # a time in ms, to begin with
 TTL_MS = 10_000
-SORTED = {"score", "due", "replicas", "probes", "sweeps", "weights"}  # kinds of keys that are ZSETs
+SORTED = {
+    "cached",
+    "score",
+    "due",
+    "replicas",
+    "probes",
+    "sweeps",
+    "weights",
+}  # kinds of keys that are ZSETs
 
 
 class Pool:
@@ -61,13 +69,14 @@ class Pool:
         size: int = 10,
         output: int = 100,
         chance: float = 0.0,
+        blocks: str = "",
         tried: Iterable[str] = (),
         ttl_ms: int = TTL_MS,
     ) -> list[str]:
         """The reply as it came."""
         reply: list[str] = self.run(
             "acquire", self._ask_keys(model, replica),
-            lease, replica, ttl_ms, size, output, chance, *tried,
+            lease, replica, ttl_ms, size, output, chance, blocks, *tried,
         )  # fmt: skip
         return reply
 
@@ -87,6 +96,7 @@ class Pool:
         size: int = 10,
         output: int = 100,
         chance: float = 0.0,
+        blocks: str = "",
         outcome: str = "failed",
         cool_ms: int = 0,
         tried: Iterable[str] = (),
@@ -95,7 +105,7 @@ class Pool:
         """The reply as it came."""
         reply: list[str] = self.run(
             "move", self._ask_keys(model, replica),
-            lease, replica, ttl_ms, size, output, chance, old, outcome, cool_ms, *tried,
+            lease, replica, ttl_ms, size, output, chance, blocks, old, outcome, cool_ms, *tried,
         )  # fmt: skip
         return reply
 
@@ -177,6 +187,17 @@ class Pool:
         )
         return before, after
 
+    def signal(
+        self, node: str, said: dict[str, float], *, epoch: str | None = None, valid_ms: int = 3000
+    ) -> int:
+        """What the engine says: engine_waiting, engine_running, kv_used, engine_slots,
+        engine_kv_tokens. 1 when the node is known."""
+        known = self.record(node)["epoch"] if epoch is None else epoch
+        return int(self.run(
+            "signal", (self.keys.node(node),), node, known, valid_ms, said["engine_waiting"],
+            said["engine_running"], said["kv_used"], said["engine_slots"], said["engine_kv_tokens"],
+        ))  # fmt: skip
+
     def claim(self, interval_ms: int = 5000, limit: int = 50) -> list[str]:
         """The ids of the nodes to probe."""
         ids: list[str] = self.run("claim", (self.keys.probes,), interval_ms, limit)
@@ -202,6 +223,25 @@ class Pool:
     def settle(self, key: str = "team", *, rpm: float = 0, tpm: float, delta: float) -> int:
         """The tokens that are left."""
         return int(self.run("settle", (self.keys.limit(key),), rpm, tpm, delta))
+
+    def edit(
+        self, node: str, text: str, *, seen: int | str = 0, **fields: str | float
+    ) -> tuple[str, int]:
+        """('done' | 'stale' | 'unknown', version)."""
+        flat = [part for pair in fields.items() for part in pair]
+        keys = (self.keys.node(node), self.keys.edits, self.keys.changes)
+        said, version = self.run("edit", keys, node, seen, text, *flat)
+        return said, int(version)
+
+    def restore(self, edits: dict[str, str]) -> int:
+        """How many were put back."""
+        flat = [part for pair in edits.items() for part in pair]
+        return int(self.run("restore", (self.keys.edits, self.keys.changes), *flat))
+
+    def circuit(self, node: str, state: str, open_ms: int | str = 0) -> tuple[str, str]:
+        """(before, now)."""
+        before, now = self.run("circuit", (self.keys.node(node),), node, state, open_ms)
+        return before, now
 
     # What is stored
 
@@ -232,7 +272,7 @@ class Pool:
         for name, kind in zip(names, kinds, strict=True):
             if kind in SORTED:
                 pipe.zrange(name, 0, -1, withscores=True)
-            elif kind in {"node", "leases", "limit"}:
+            elif kind in {"prefix", "node", "leases", "limit", "edits"}:
                 pipe.hgetall(name)
             elif kind == "ttft":
                 pipe.lrange(name, 0, -1)
@@ -241,7 +281,7 @@ class Pool:
             elif kind == "work":
                 pipe.hkeys(name)
             else:
-                assert kind in {"active", "turn"}, f"unexpected key {name}"
+                assert kind in {"active", "turn", "changes"}, f"unexpected key {name}"
                 pipe.get(name)
         state = {
             name: {member: float(score) for member, score in value} if kind in SORTED else value

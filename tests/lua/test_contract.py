@@ -14,6 +14,7 @@ from redis.crc import key_slot
 
 from app.cluster.score import COLUMNS
 from app.cluster.scripts import VERBS, Scripts, constants, lua_dir, text
+from app.cluster.signals import Signals
 from app.keys import pool_keys
 from app.model import Node, Outcome
 from tests.lua.oracle import Tuning
@@ -94,17 +95,25 @@ class FakeLink:
 NODE = Node(
     "node-1", "http://n", weight=2.5, capacity=7, models=("m {x}", "n"), engine="vllm", epoch=77
 )
+SIGNALS = Signals(waiting=1, running=6, kv_used=0.5, slots=8, kv_tokens=4096)
 WORDS: dict[str, Any] = {  # what each name in a header stands for in the calls below
     "now": T0, "prefix": "ns:{pool}:", "lease": "lease-2", "replica": "replica-1", "ttl": 9000,
     "size": 33, "output": 44, "chance": 0.25, "old": "lease-1", "outcome": "saturated",
     "cool": 700, "tokens": 5, "decode": 6000, "limit": 50, "ttft": 81_000, "id": "node-1",
-    "models": "m {x}\nn",
+    "models": "m {x}\nn", "blocks": "0a 9", "waiting": 1, "running": 6, "used": 0.5, "slots": 8,
+    "room": 4096,
     "health": "new", "epoch": 77, "verdict": "waiting", "value": 4000, "valid": 3000,
     "interval": 5000, "rpm": 60, "tpm": 9000, "cost": 120, "delta": -30,
+    "version": 41, "edit": "-", "state": "open", "open": 60_000,
 }  # fmt: skip
 REST = {
-    "acquire": ["a", "b"], "move": ["a", "b"], "look": ["a", "b"], "reassert": ["x", "a 1 2 3"],
-}  # fmt: skip
+    "acquire": ["a", "b"],
+    "move": ["a", "b"],
+    "look": ["a", "b"],
+    "reassert": ["x", "a 1 2 3"],
+    "edit": ["weight", "2.0"],
+    "restore": ["node-1", "41 -"],
+}
 
 
 async def sent(verb: str, pool: str = "pool") -> tuple[list[str], list[Any]]:
@@ -119,6 +128,7 @@ async def sent(verb: str, pool: str = "pool") -> tuple[list[str], list[Any]]:
         "ttl_ms": 9000,
         "size": 33,
         "output": 44,
+        "blocks": "0a 9",
         "tried": ["a", "b"],
     }
     busy: dict[str, Any] = {"outcome": Outcome.SATURATED, "cool_ms": 700}
@@ -144,7 +154,13 @@ async def sent(verb: str, pool: str = "pool") -> tuple[list[str], list[Any]]:
         "admit": (["admitted", 0, 59, 1000, 1, 2], lambda: scripts.admit(
             "team-a", rpm=60, tpm=9000, cost=120)),
         "settle": (1, lambda: scripts.settle("team-a", rpm=60, tpm=9000, delta=-30)),
+        "edit": (["done", "42"], lambda: scripts.edit(
+            "node-1", "-", seen=41, fields={"weight": "2.0"})),
+        "restore": (1, lambda: scripts.restore({"node-1": "41 -"})),
+        "circuit": (["closed", "open"], lambda: scripts.circuit(
+            "node-1", "open", open_ms=60_000)),
     }  # fmt: skip
+    calls["signal"] = (1, lambda: scripts.signal(NODE, SIGNALS, valid_ms=3000))
     calls["look"] = ([""], lambda: scripts.look(["a", "b"]))
     link.reply, call = calls[verb]
     await call()
@@ -186,7 +202,8 @@ async def test_the_wrapper_sends_what_the_header_names_in_its_order(verb: str) -
         "score": named.score("m {x}"), "due": named.due("m {x}"), "nodes": named.nodes,
         "leases": named.leases("replica-1"), "replicas": named.replicas,
         "node": named.node("node-1"), "probes": named.probes, "sweeps": named.sweeps,
-        "limit": named.limit("team-a"), "work": named.work,
+        "limit": named.limit("team-a"), "edits": named.edits, "changes": named.changes,
+        "work": named.work,
     }  # fmt: skip
     assert keys == [right[name] for name in header.keys]
     fixed = header.args[:-1] if header.rest else header.args
@@ -196,7 +213,9 @@ async def test_the_wrapper_sends_what_the_header_names_in_its_order(verb: str) -
     elif header.rest:  # pairs: field, value
         fields = dict(zip(args[len(fixed) :: 2], args[len(fixed) + 1 :: 2], strict=True))
         assert fields.pop("url") == "http://n"
-        assert fields.keys() == {"weight", "capacity", "engine", "api_key_env", "source", "state"}
+        assert fields.keys() == {
+            "weight", "capacity", "engine", "api_key_env", "slots", "kv_tokens", "source", "state",
+        }  # fmt: skip
     else:
         assert len(args) == len(fixed)
 
@@ -253,7 +272,7 @@ def test_every_setting_of_the_score_the_circuit_and_health_reaches_the_scripts()
         "TPOT_PRIOR_MS": "31.0", "UNTRIED_TIMES": "9.0", "MEMORY_MS": "6000.0",
         "RECOVER_MS": "7000.0", "BEST_MEMORY_MS": "200000.0", "ERROR_MEMORY_MS": "20000.0",
         "HUNG_MS": "1500.0", "HUNG_TIMES": "4.0", "KEEP": "0.98", "ERROR_KEEP": "0.95",
-        "LEAST_TTFT_MS": "1",
+        "LEAST_TTFT_MS": "1", "PREFIX": "false", "NODE_TOKENS": "100000",
     }  # fmt: skip
     for name in found:
         used_in = [path.stem for path in lua_dir().glob("*.lua")
@@ -274,6 +293,9 @@ def pool(valkey: redis.Redis, request: pytest.FixtureRequest) -> Pool:
     pool.later(100)
     return pool
 
+
+FULL = {"engine_waiting": 3, "engine_running": 8, "kv_used": 1.0, "engine_slots": 8,
+        "engine_kv_tokens": 4096}  # fmt: skip
 
 REPEATED: dict[str, Callable[[Pool], Any]] = {
     "acquire": lambda pool: pool.acquire("new", chance=0.9),
@@ -296,8 +318,14 @@ REPEATED: dict[str, Callable[[Pool], Any]] = {
     "observe of nothing": lambda pool: pool.observe("never", "miss", epoch="1"),
     "claim": lambda pool: pool.claim(),
     "sweep": lambda pool: pool.sweep(),
+    "signal": lambda pool: pool.signal("a", FULL),
     "unregister while it runs": lambda pool: pool.unregister("a"),
     "unregister": lambda pool: pool.unregister("b"),
+    "edit": lambda pool: pool.edit("a", "[1]", weight=3, models="n"),
+    "edit of no record": lambda pool: pool.edit("z", "[1]"),
+    "restore": lambda pool: pool.restore({"a": "5 [1]"}),
+    "circuit open": lambda pool: pool.circuit("a", "open", 500),
+    "circuit closed": lambda pool: pool.circuit("a", "closed"),
 }
 
 
@@ -339,6 +367,7 @@ def test_a_reap_sent_twice_ends_leases_once(pool: Pool) -> None:
 
 MALFORMED: dict[str, Callable[[Pool], Any]] = {
     "size": lambda pool: pool.acquire("x", size=-1),
+    "blocks": lambda pool: pool.acquire("x", blocks="x-y"),
     "output": lambda pool: pool.acquire("x", output=-1),
     "size of a float": lambda pool: pool.acquire("x", size=1.5),  # type: ignore[arg-type]
     "ttl": lambda pool: pool.acquire("x", ttl_ms="soon"),  # type: ignore[arg-type]
@@ -360,6 +389,9 @@ MALFORMED: dict[str, Callable[[Pool], Any]] = {
     "reassert's ttl": lambda pool: pool.reassert([], "r2", ttl_ms=-1),
     "limit": lambda pool: pool.reap(limit=-1),
     "health": lambda pool: pool.register("z", health="down"),
+    "used": lambda pool: pool.signal("a", {**FULL, "kv_used": 1.5}),
+    "slots": lambda pool: pool.signal("a", {**FULL, "engine_slots": -1}),
+    "room": lambda pool: pool.signal("a", {**FULL, "engine_kv_tokens": 0.5}),
     "epoch": lambda pool: pool.observe("a", "ready", epoch="soon"),
     "verdict": lambda pool: pool.observe("a", "fine"),
     "verdict of two words": lambda pool: pool.observe("a", "ready miss"),
@@ -377,6 +409,15 @@ MALFORMED: dict[str, Callable[[Pool], Any]] = {
     "delta": lambda pool: pool.settle(tpm=9, delta=1.5),
     "delta that is no number": lambda pool: pool.settle(tpm=9, delta="x"),  # type: ignore[arg-type]
     "id": lambda pool: pool.register("a node"),
+    "edit's id": lambda pool: pool.edit("a b", "-"),
+    "version": lambda pool: pool.edit("a", "-", seen="new"),
+    "edit's field without value": lambda pool: pool.run(
+        "edit", (pool.keys.node("a"), pool.keys.edits, pool.keys.changes), "a", 0, "-", "url"),
+    "edit without version": lambda pool: pool.restore({"b": "7 -", "a": "-"}),
+    "edit without text": lambda pool: pool.run(
+        "restore", (pool.keys.edits, pool.keys.changes), "a"),
+    "circuit": lambda pool: pool.circuit("a", "half_open"),
+    "open": lambda pool: pool.circuit("a", "open", "soon"),
     "field without value": lambda pool: pool.run(
         "register", (pool.keys.nodes, pool.keys.node("z")), "z", "m", "url"),
 }  # fmt: skip

@@ -94,7 +94,7 @@ class Traces(RuleBasedStateMachine):
         self.minted = 0
         self.leased: dict[str, tuple[str, str]] = {}
         self.again: dict[str, tuple[str, dict[str, Any]]] = {}
-        self.register("a", ["m", "n"], 1.0, 2, None)
+        self.register("a", ["m", "n"], 1.0, 2, None, slots=1, kv_tokens=700)
         self.register("b", ["m"], 1.0, 3, None)
 
     def teardown(self) -> None:
@@ -135,6 +135,8 @@ class Traces(RuleBasedStateMachine):
         capacity=st.sampled_from((1, 2, 3, 64)),
         state=st.sampled_from((None, None, None, "active", "draining", "disabled")),
         health=st.sampled_from(("ok", "ok", "new")),
+        slots=st.sampled_from((None, None, "", 1, 2)),
+        kv_tokens=st.sampled_from((None, None, "", 700, 5000)),
     )
     def register(
         self,
@@ -144,9 +146,13 @@ class Traces(RuleBasedStateMachine):
         capacity: int,
         state: str | None,
         health: str = "ok",
+        slots: str | int | None = None,
+        kv_tokens: str | int | None = None,
     ) -> None:
         """A node comes, or the operator changes it."""
         fields: dict[str, Any] = {"weight": weight, "capacity": capacity}
+        limits = {"slots": slots, "kv_tokens": kv_tokens}
+        fields |= {name: value for name, value in limits.items() if value is not None}
         if state is not None:
             fields["state"] = state
         said = self.pool.register(node, models, health=health, **fields)
@@ -233,6 +239,37 @@ class Traces(RuleBasedStateMachine):
             self._acquire(
                 f"lease-{self.minted:04}", chance, self.again[f"lease-{self.minted:04}"][1]
             )
+
+    @rule(
+        ask=asks,
+        replica=st.sampled_from(REPLICAS),
+        chance=chances,
+        ttft_ms=st.sampled_from((1, 40, 900)),
+        decode_ms=st.sampled_from((0, 300)),
+        tokens=st.sampled_from((0, 7, 100)),
+    )
+    def serve(
+        self, ask: dict[str, Any], replica: str, chance: float, ttft_ms: int, decode_ms: int,
+        tokens: int,
+    ) -> None:  # fmt: skip
+        """A whole answer, from the lease to a good end."""
+        self.acquire(ask, replica, [], chance)
+        lease_id = f"lease-{self.minted:04}"
+        if lease_id not in self.oracle.leases.get(replica, {}):
+            return
+        self.pool.later(ttft_ms)
+        took = self.pool.first_token(lease_id, ttft_ms * 1000, replica=replica)
+        right = self.oracle.first_token(lease_id, replica, ttft_us=ttft_ms * 1000, now=self.now)
+        assert took == right
+        self.check()
+        self.pool.later(decode_ms)
+        how: dict[str, Any] = {
+            "outcome": "ok", "cool_ms": 0, "chance": chance, "tokens": tokens,
+            "decode_us": decode_ms * 1000,
+        }  # fmt: skip
+        ended = self.pool.release(lease_id, replica=replica, **how)
+        assert ended == self.oracle.release(lease_id, replica, **how, now=self.now)
+        self.check()
 
     @rule(node=st.sampled_from(NODES), spared=st.integers(0, 2), chance=chances)
     def node_breaks(self, node: str, spared: int, chance: float) -> None:
@@ -323,6 +360,26 @@ class Traces(RuleBasedStateMachine):
             assert tuple(seen) == self.oracle.observe(
                 node, epoch, verdict, waiting_ms=waiting_ms, valid_ms=valid_ms, now=self.now
             )
+        self.check()
+
+    @rule(
+        node=st.sampled_from(NODES),
+        late=st.integers(0, 5),
+        said=st.fixed_dictionaries({
+            "engine_waiting": st.integers(0, 3),
+            "engine_running": st.integers(0, 3),
+            "kv_used": st.sampled_from((0, 0.25, 0.99, 1)),
+            "engine_slots": st.sampled_from((0, 1, 3)),
+            "engine_kv_tokens": st.sampled_from((0, 900, 20_000)),
+        }),
+        valid_ms=st.sampled_from((0, 3000)),
+    )  # fmt: skip
+    def signal(self, node: str, late: int, said: dict[str, float], valid_ms: int) -> None:
+        """An engine says how full it is."""
+        known = self.oracle.nodes.get(node)
+        epoch = str(known.epoch - (late == 0)) if known else "1"
+        right = self.oracle.signal(node, epoch, said, valid_ms=valid_ms, now=self.now)
+        assert self.pool.signal(node, said, epoch=epoch, valid_ms=valid_ms) == right
         self.check()
 
     @rule(interval_ms=st.sampled_from((1, 5000)), limit=st.sampled_from((1, 2, 50)))
@@ -417,8 +474,8 @@ def published(
 
 
 def published_work(row: dict[str, float], at_ms: int) -> float:
-    """The score of policy work as README states it, of one stored row and the defaults: of a
-    prompt of 512 tokens and an answer of 100."""
+    """The score of policy work as docs/routing.md states it, of one stored row and the defaults:
+    of a prompt of 512 tokens and an answer of 100."""
     rate, tpot = row["worked"] / row["waited_ms"], row["decoding_ms"] / row["decoded"]
     if row["waiting"] == 0:
         idle = math.exp((row["sampled_at"] - at_ms) / 5000)
@@ -430,7 +487,12 @@ def published_work(row: dict[str, float], at_ms: int) -> float:
     if silence > max(1000, ttft, 3 * 640 / rate):
         ttft = silence
     stall = 0.1 * (row["inflight"] - row["waiting"]) * 512 / rate
-    cost = ttft + stall + 0.05 * 100 * tpot
+    over = 0.0
+    if row["slots"]:
+        over = max(0, row["inflight"] + 1 - row["slots"]) / row["slots"]
+    if room := row["kv_tokens"]:
+        over += max(0, max(row["held"], room * row["kv_used"]) + 612 - room) / room
+    cost = ttft + stall + over * row["stay_ms"] + 0.05 * 100 * tpot
     lately = math.exp((row["ended_at"] - at_ms) / 30_000)
     failing = row["bad"] * lately / (row["seen"] * lately + 2)
     return 1000 * (1 - failing) / (cost + failing * 1000)
@@ -509,6 +571,8 @@ def record_of(node: Node) -> dict[str, Any]:
         "tpot_us": -1 if node.tpot_us is None else node.tpot_us,
         "epoch": node.epoch,
         "base": node.idle,
+        "signal_until_ms": node.signal_until_ms,
+        **node.signal,
     }
 
 
@@ -519,7 +583,7 @@ def numbers(record: dict[str, str]) -> dict[str, Any]:
     absent = {
         "opens": 0, "tripped_at_ms": 0, "cooling_until_ms": 0, "sum_us": 0, "seen": 0,
         "samples": 0, "last_sample_ms": 0, "best_us": 0, "ewma_us": 0, "picked": 0, "tpot_us": -1,
-        "misses": 0, "waiting_ms": 0, "waiting_until_ms": 0,
+        "misses": 0, "waiting_ms": 0, "waiting_until_ms": 0, "signal_until_ms": 0,
     }  # fmt: skip
     found = {name: number(value) for name, value in record.items()}
     if found.get("tpot_us") == "":  # a node that has not decoded yet

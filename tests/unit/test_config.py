@@ -84,7 +84,7 @@ def test_the_examples_of_nodes_and_keys_load_with_their_defaults(tmp_path: Path)
     settings = accepted(tmp_path, yaml.safe_dump({"nodes": [node], "keys": [key]}))
     assert settings.nodes[0].models == ["llama3"]
     for entry, model, examples in (
-        (node, NodeSettings, {"id", "url", "models", "api_key_env"}),
+        (node, NodeSettings, {"id", "url", "models", "api_key_env", "slots", "kv_tokens"}),
         (key, KeySettings, {"name", "hash", "models"}),
     ):
         for name, field in model.model_fields.items():
@@ -451,3 +451,30 @@ def test_without_keys_only_loopback_is_bound(
     else:
         with pytest.raises(ConfigError, match=r"server\.host"):
             main._refuse_open_door(settings)
+
+
+# Telemetry
+
+
+@pytest.mark.parametrize("word", ["off", "false", '"off"', "json"])
+def test_an_access_log_is_json_or_off_however_yaml_reads_it(tmp_path: Path, word: str) -> None:
+    settings = accepted(tmp_path, f"telemetry: {{access_log: {word}}}")
+    assert settings.telemetry.access_log == ("json" if word == "json" else "off")
+
+
+@pytest.mark.parametrize(
+    ("setting", "right"),
+    [
+        ("access_log: on", "quote a word"),
+        ("access_log: text", "'json' or 'off'"),
+        ("tracing: otlp", "boolean"),
+        ("otlp_endpoint: collector:4318", "http://host:4318"),
+        ("otlp_endpoint: 'http://:4318'", "http://host:4318"),
+        ("otlp_endpoint: 'http://h:4318/?a=b'", "without /v1/traces"),
+        (f"otlp_endpoint: 'http://user:{SECRET}@h:4318'", "OTEL_EXPORTER_OTLP_HEADERS"),
+    ],
+)
+def test_bad_telemetry_stops_the_start(tmp_path: Path, setting: str, right: str) -> None:
+    message = refused(tmp_path, f"telemetry: {{{setting}}}")
+    assert f"telemetry.{setting.partition(':')[0]} = " in message
+    assert right in message

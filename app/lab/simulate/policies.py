@@ -27,6 +27,7 @@ class Variant:
     policy: str
     changes: dict[str, Any] = field(default_factory=dict)
     sees_prefix: bool = True
+    knows_limits: bool = False
 
 
 VARIANTS = {policy: Variant(policy) for policy in POLICIES} | {
@@ -34,6 +35,7 @@ VARIANTS = {policy: Variant(policy) for policy in POLICIES} | {
     "work_all": Variant("work", {"top_k": EVERYONE}),
     "work_blind": Variant("work", {"top_k": 1}),
     "work_no_prefix": Variant("work", sees_prefix=False),
+    "work_limits": Variant("work", knows_limits=True),
 }
 PEERS: dict[str, Callable[[Fleet, Random, peers.Servers], Router]] = {
     "linkerd": lambda fleet, chance, _: peers.Linkerd(fleet, chance),
@@ -78,7 +80,14 @@ def routers(
     if sharing == "local":
         constants = constants.alone(replicas)
     shipped = [
-        Shipped(variant.policy, fleet, chance(i), constants, sees_prefix=variant.sees_prefix)
+        Shipped(
+            variant.policy,
+            fleet,
+            chance(i),
+            constants,
+            sees_prefix=variant.sees_prefix,
+            knows_limits=variant.knows_limits,
+        )
         for i in range(count)
     ]
     if sharing in {"local", "global"}:

@@ -12,7 +12,17 @@ from copy import copy
 from heapq import nlargest
 from typing import TYPE_CHECKING, cast
 
-from app.cluster.score import POLICIES, TWO_CHOICES, Constants, Profile, RoundRobin, Ttft, Work
+from app.cluster.score import (
+    POLICIES,
+    TWO_CHOICES,
+    Constants,
+    Profile,
+    RoundRobin,
+    Terms,
+    Ttft,
+    Work,
+    cost,
+)
 from app.model import Outcome
 
 if TYPE_CHECKING:
@@ -85,8 +95,8 @@ class Router:
 class Shipped(Router):
     """A policy of `app/cluster/score.py`, as the gateway runs it.
 
-    Scores stand in a sorted set; they change with the events of their node and are at most a sweep
-    old. Policy `work` re-ranks the best of them for the very request.
+    Scores stand in a sorted set; they, and the terms of policy `work`, change with the events of
+    their node and are at most a sweep old. Policy `work` re-ranks the best for the very request.
     """
 
     def __init__(
@@ -97,54 +107,73 @@ class Shipped(Router):
         constants: Constants,
         *,
         sees_prefix: bool = True,
+        knows_limits: bool = False,
     ) -> None:
         super().__init__(fleet, chance)
+        self.knows_limits = knows_limits
         self.policy = policy
         self.constants = constants
         self.sees_prefix = sees_prefix
         self.two_choices = policy in TWO_CHOICES
         self.profiles = [self._new(spec, 0.0) for spec in fleet.specs]
-        self.scores = [profile.score(0.0) for profile in self.profiles]
+        self.scores = [0.0] * len(self.profiles)
+        self.terms: list[Terms] = [(0.0, 0.0, 0.0)] * len(self.profiles)
+        self._sweep(0.0)
         self._swept_ms = 0.0
         self._turn = 0
 
     def _new(self, spec: Spec, now_ms: float) -> Profile:
-        return POLICIES[self.policy](
+        profile = POLICIES[self.policy](
             self.constants,
             weight=spec.weight,
             capacity=spec.capacity,
             median_weight=self.fleet.median_weight,
             since_ms=now_ms,
         )
+        if self.knows_limits and isinstance(profile, Work):
+            profile.slots = spec.profile.slots
+            profile.kv_tokens = spec.profile.kv_tokens
+        return profile
+
+    def _rate(self, now_ms: float, node: int) -> None:
+        profile = self.profiles[node]
+        self.scores[node] = profile.score(now_ms)
+        if isinstance(profile, Work):
+            self.terms[node] = profile.terms(now_ms)
+
+    def _sweep(self, now_ms: float) -> None:
+        for node in range(len(self.profiles)):
+            self._rate(now_ms, node)
 
     def joined(self, now_ms: float, node: int) -> None:
         self.profiles[node] = self._new(self.fleet.specs[node], now_ms)
-        self.scores[node] = self.profiles[node].score(now_ms)
+        self._rate(now_ms, node)
 
     def choose(self, now_ms: float, call: Call, nodes: Sequence[int]) -> int:
         if now_ms - self._swept_ms >= SWEEP_MS:
             self._swept_ms = now_ms
-            self.scores = [profile.score(now_ms) for profile in self.profiles]
+            self._sweep(now_ms)
         if self.two_choices and len(nodes) > 2:
             nodes = self.chance.sample(nodes, 2)
         elif isinstance(self.profiles[0], Work):
-            return self._cheapest(now_ms, call, nodes)
+            return self._cheapest(call, nodes)
         best = max(self.scores[node] for node in nodes)
         return self.chance.choice([node for node in nodes if self.scores[node] == best])
 
-    def _cheapest(self, now_ms: float, call: Call, nodes: Sequence[int]) -> int:
+    def _cheapest(self, call: Call, nodes: Sequence[int]) -> int:
         """Of the best few, and of those that hold the prefix, the one of least cost."""
         few = nodes
         if len(nodes) > self.constants.top_k:
             few = nlargest(self.constants.top_k, nodes, key=self.scores.__getitem__)
             few += [node for node in nodes if self._hit(call, node) and node not in few]
-        costs = [self._cost(now_ms, call, node) for node in few]
+        costs = [self._cost(call, node) for node in few]
         least = min(costs)
         return self.chance.choice([n for n, cost in zip(few, costs, strict=True) if cost == least])
 
-    def _cost(self, now_ms: float, call: Call, node: int) -> float:
+    def _cost(self, call: Call, node: int) -> float:
         profile = cast("Work", self.profiles[node])
-        return profile.cost(now_ms, call.told_prompt, call.told_output, self._hit(call, node))
+        fresh = profile.fresh(call.told_prompt, self._hit(call, node))
+        return cost(self.terms[node], fresh, call.told_output)
 
     def _hit(self, call: Call, node: int) -> int:
         return call.hits.get(node, 0) if self.sees_prefix else 0
@@ -156,13 +185,14 @@ class Shipped(Router):
         elif isinstance(profile, RoundRobin):
             self._turn += 1
             profile.picked = self._turn
-        call.ahead = profile.leased(now_ms, call.fresh)
-        self.scores[call.node] = profile.score(now_ms)
+        held = call.told_prompt + call.told_output
+        call.ahead = profile.leased(now_ms, call.fresh, held)
+        self._rate(now_ms, call.node)
 
     def heard(self, now_ms: float, call: Call) -> None:
         profile = self.profiles[call.node]
         profile.first_token(now_ms, now_ms - call.leased_ms, call.fresh, call.ahead)
-        self.scores[call.node] = profile.score(now_ms)
+        self._rate(now_ms, call.node)
 
     def ended(self, now_ms: float, call: Call, outcome: Outcome) -> None:
         profile = self.profiles[call.node]
@@ -172,10 +202,12 @@ class Shipped(Router):
             outcome,
             heard=heard,
             fresh=call.fresh,
+            held=call.told_prompt + call.told_output,
             tokens=call.output,
+            stay_ms=now_ms - call.leased_ms,
             decode_ms=now_ms - call.first_ms if call.first_ms is not None else 0.0,
         )
-        self.scores[call.node] = profile.score(now_ms)
+        self._rate(now_ms, call.node)
 
 
 class Stale(Shipped):
@@ -188,6 +220,7 @@ class Stale(Shipped):
             chance,
             source.constants,
             sees_prefix=source.sees_prefix,
+            knows_limits=source.knows_limits,
         )
         self._source = source
         self._refresh_ms = refresh_ms
@@ -198,6 +231,7 @@ class Stale(Shipped):
             self._next_ms = now_ms + self._refresh_ms
             self.profiles = [_copied(profile) for profile in self._source.profiles]
             self.scores = self._source.scores.copy()
+            self.terms = self._source.terms.copy()
         return super().choose(now_ms, call, nodes)
 
     def joined(self, now_ms: float, node: int) -> None:
