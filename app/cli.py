@@ -8,25 +8,18 @@ import json
 import logging
 import secrets
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path  # noqa: TC003 - typer reads it at run time
+from typing import Annotated
 
 import typer
 import uvloop
 import yaml
 from pydantic import ValidationError
-from rich.console import Console
-from rich.table import Table
 
-from app.config import KeySettings, Policy, Settings, load
-from app.errors import LeasewayError, RedisAway
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from pydantic import BaseModel
-
-    from app.cluster.link import Link
+from app.config import KeySettings, Settings, load, masked
+from app.console.commands import app as console
+from app.console.options import Config, Json  # noqa: TC001 - typer reads them at run time
+from app.errors import LeasewayError
 
 app = typer.Typer(
     name="leaseway",
@@ -39,17 +32,14 @@ bench_app = typer.Typer(
     help="Measurements, each beside a peer in the same run.", no_args_is_help=True
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(console)
 
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", "-c", help="The settings file (config/leaseway.yaml).")
-]
 _SHORT_KEY = 16
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.command()
 def serve(
-    config: ConfigOption = None,
+    config: Config = None,
     port: Annotated[int | None, typer.Option(help="Overrides server.port.")] = None,
     replica_id: Annotated[
         str | None, typer.Option(help="Unique among living replicas; minted when not given.")
@@ -68,7 +58,7 @@ def up(
     gateway_port: Annotated[int, typer.Option(help="First replica; the others follow.")] = 8080,
     node_port: Annotated[int, typer.Option(help="First fake node; the others follow.")] = 9101,
     redis_port: Annotated[int, typer.Option(help="The embedded Valkey.")] = 6399,
-    config: ConfigOption = None,
+    config: Config = None,
 ) -> None:
     """Start embedded Valkey, three fake nodes and three replicas; Ctrl-C ends them all."""
     from app.lab.up import run
@@ -80,14 +70,9 @@ def up(
 
 
 @app.command("check-config")
-def check_config(config: ConfigOption = None) -> None:
+def check_config(config: Config = None) -> None:
     """Check the settings and print them as the gateway would use them, secrets hidden."""
-    settings = load(config).model_dump(mode="json")
-    for key in settings["keys"]:
-        key["hash"] = "(hidden)"  # one or several
-    if settings["redis"]["url"]:
-        settings["redis"]["url"] = "(set)"
-    print(json.dumps(settings, indent=2))
+    print(json.dumps(masked(load(config)), indent=2))
 
 
 @app.command("hash-key")
@@ -125,33 +110,12 @@ def schema() -> None:
     print(json.dumps(Settings.model_json_schema(), indent=2))
 
 
-@app.command()
-def nodes(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """All nodes with their live profile, straight from Redis."""
-    from app.cluster import picture
-
-    rows = _from_redis(config, picture.nodes)
-    columns = (
-        "id", "models", "state", "health", "circuit", "active", "capacity", "weight", "ttft_ms",
-        "samples", "tokens_per_s", "scores",
-    )  # fmt: skip
-    _show(rows, columns, as_json=as_json)
-
-
-@app.command()
-def scores(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """The ranking of every model, best first, straight from Redis."""
-    from app.cluster import picture
-
-    _show(_from_redis(config, picture.scores), ("model", "node", "score"), as_json=as_json)
-
-
 @bench_app.command("gateway")
 def bench_gateway(
     workload: Annotated[list[str] | None, typer.Option(help="json, burst, paced.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     seconds: Annotated[float, typer.Option(min=0.5, help="Of load, each round and peer.")] = 5.0,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Gateway CPU-µs per request beside nginx, interleaved in one run."""
     from app.lab.bench.run import main as run
@@ -159,12 +123,43 @@ def bench_gateway(
     run(workload or ["json", "burst", "paced"], rounds, seconds, as_json)
 
 
+@bench_app.command("policies")
+def bench_policies(
+    policies: Annotated[
+        str, typer.Option(help="As ttft,least_conn; none: round_robin, least_conn, ttft, work.")
+    ] = "",
+    load: Annotated[
+        str, typer.Option(help="closed, and shares of the fleet's throughput: closed,0.5,0.8.")
+    ] = "closed,0.8",
+    seeds: Annotated[str, typer.Option(help="Whole numbers; a round of all policies each.")] = (
+        "1,2,3"
+    ),
+    seconds: Annotated[float, typer.Option(min=1, help="Of each run, without warm-up.")] = 20.0,
+    replicas: Annotated[int, typer.Option(min=1, max=16)] = 3,
+    one_replica: Annotated[
+        str, typer.Option(help="A policy to run on one replica too: what does sharing cost?")
+    ] = "",
+    scale: Annotated[
+        float, typer.Option(min=0.1, max=10, help="2: nodes half as fast, for slow machines.")
+    ] = 1.0,
+    as_json: Json = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
+) -> None:
+    """Routing policies on three unequal fake nodes, live, beside the published figures."""
+    from app.lab.bench.policies import main as run
+
+    run(
+        policies, load, seeds, seconds=seconds, replicas=replicas, one_replica=one_replica,
+        scale=scale, json_out=as_json, markdown_out=as_markdown,
+    )  # fmt: skip
+
+
 @bench_app.command("redis")
 def bench_redis(
-    policy: Annotated[list[Policy] | None, typer.Option(help="Again for more.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Again for more.")] = None,
     nodes: Annotated[list[int] | None, typer.Option(min=1, help="Again for more.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 20,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """What Redis pays for a request: CPU-µs per script, beside one that does nothing; memory."""
     from app.lab.bench.redis import run
@@ -190,7 +185,7 @@ def simulate(
     ] = None,
     alpha: Annotated[float, typer.Option(min=0, max=1, help="Of policy `ttft`.")] = 1.0,
     fleet: Annotated[Path | None, typer.Option(help="YAML that describes your nodes.")] = None,
-    as_json: JsonOption = False,
+    as_json: Json = False,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print a Markdown table.")
     ] = False,
@@ -204,58 +199,6 @@ def simulate(
         sharing=sharing, alpha=alpha, fleet=fleet, as_json=as_json, as_markdown=as_markdown,
         plot=plot,
     )  # fmt: skip
-
-
-def _from_redis(
-    config: Path | None, read: Callable[[Link, Any, str], Awaitable[list[Any]]]
-) -> list[BaseModel]:
-    """Run ``read`` for every pool of the settings over a link of its own."""
-    from app.cluster.link import Link
-    from app.keys import pool_keys
-    from app.lab.up import REDIS_PORT
-
-    settings = load(config)
-    url = settings.redis.url or f"redis://127.0.0.1:{REDIS_PORT}/0"
-
-    async def rows() -> list[BaseModel]:
-        link = Link(url, budget_s=2.0, name="leaseway-cli")
-        try:
-            await link.start()
-            pools = sorted({"default"} | {node.pool for node in settings.nodes})
-            return [
-                row
-                for pool in pools
-                for row in await read(link, pool_keys(settings.redis.namespace, pool), pool)
-            ]
-        except RedisAway as exc:
-            raise LeasewayError(f"cannot read from Redis: {exc}") from exc
-        finally:
-            await link.close()
-
-    return asyncio.run(rows())
-
-
-def _show(rows: list[BaseModel], columns: tuple[str, ...], *, as_json: bool) -> None:
-    plain = [row.model_dump(mode="json") for row in rows]
-    if as_json:
-        print(json.dumps(plain, indent=2))
-        return
-    table = Table(*columns)
-    for row in plain:
-        table.add_row(*(_cell(row[column]) for column in columns))
-    Console().print(table)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {_cell(v)}" for k, v in value.items())
-    return str(value)
 
 
 def _log_to_stderr() -> None:

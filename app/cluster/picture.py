@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
 
+from app.cluster.edits import Edit
+
 if TYPE_CHECKING:
     from app.cluster.link import Link
     from app.keys import PoolKeys
@@ -34,6 +36,8 @@ class NodeRow(BaseModel):
     tokens_per_s: float | None = Field(description="decode rate of one stream, recent mean")
     streak: int = Field(description="failures since the last good answer")
     epoch: int
+    source: str = Field(description="config: in a settings file; admin: added by hand")
+    edited: list[str] = Field(description="what is set by hand, over the settings file")
     scores: dict[str, float] = Field(description="model → live score; 0 = not eligible")
 
 
@@ -49,16 +53,19 @@ class ScoreRow(BaseModel):
 async def nodes(link: Link, keys: PoolKeys, pool: str) -> list[NodeRow]:
     """All nodes of the pool by id. Raises ``RedisAway``."""
     ids = sorted(await link.call("SMEMBERS", keys.nodes))
-    rows = await asyncio.gather(*(_node(link, keys, pool, node_id) for node_id in ids))
+    rows = await asyncio.gather(*(node(link, keys, pool, node_id) for node_id in ids))
     return [row for row in rows if row is not None]
 
 
-async def _node(link: Link, keys: PoolKeys, pool: str, node_id: str) -> NodeRow | None:
-    flat, active = await asyncio.gather(
-        link.call("HGETALL", keys.node(node_id)), link.call("GET", keys.active(node_id))
+async def node(link: Link, keys: PoolKeys, pool: str, node_id: str) -> NodeRow | None:
+    """One node; None when it is not there, or taken out. Raises ``RedisAway``."""
+    flat, active, edit = await asyncio.gather(
+        link.call("HGETALL", keys.node(node_id)),
+        link.call("GET", keys.active(node_id)),
+        link.call("HGET", keys.edits, node_id),
     )
     record = dict(zip(flat[::2], flat[1::2], strict=True))
-    if "url" not in record:
+    if "url" not in record or record.get("state") == "removed":
         return None
     models = [m for m in record["models"].split("\n") if m]
     scores = await asyncio.gather(
@@ -83,6 +90,8 @@ async def _node(link: Link, keys: PoolKeys, pool: str, node_id: str) -> NodeRow 
         tokens_per_s=round(1e6 / tpot_us, 2) if tpot_us else None,
         streak=int(record.get("streak", 0)),
         epoch=int(record.get("epoch", 0)),
+        source=record.get("source", "admin"),
+        edited=sorted(Edit.parse(edit).fields),
         scores={m: float(s) for m, s in zip(models, scores, strict=True) if s is not None},
     )
 

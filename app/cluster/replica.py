@@ -46,7 +46,7 @@ class Pool:
             self.link,
             namespace=settings.redis.namespace,
             pool=name,
-            constants=constants(settings),
+            constants=constants(settings, name),
         )
         self.registry = Registry(
             self.link,
@@ -59,7 +59,7 @@ class Pool:
             self.scripts,
             self.registry,
             self.pulse,
-            Local(settings.circuit, random.random),
+            Local(settings.circuit, settings.scoring, random.random),
             replica=replica,
             boot=boot,
             ttl_ms=int(settings.leases.ttl_s * 1000),
@@ -81,7 +81,8 @@ class Pool:
         await self.registry.refresh()
 
     async def tick(self) -> int:
-        """What falls due between heartbeats: probes, sweeps, dead replicas. Leases reaped."""
+        """Between heartbeats: edits, probes, sweeps, dead replicas. Leases reaped."""
+        await self.registry.follow()
         await self.health.tick()
         for _ in range(_CALLS_A_TICK):
             if not (await self.scripts.sweep(interval_ms=_SWEEP_MS))[1]:
@@ -106,6 +107,7 @@ class Replica:
 
     def __init__(self, settings: Settings, redis_url: str, replica_id: str | None = None) -> None:
         boot = secrets.token_hex(4)
+        self.settings = settings  # those in force: `control/reload.py` puts new ones here
         self.id = replica_id or f"replica-{boot}"
         self.reaped = 0
         self.in_touch = False  # the last heartbeat's scripts ran, on the links that stand now

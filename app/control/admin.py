@@ -1,34 +1,81 @@
-"""``/admin``: the live state of the cluster, for operators."""
+"""``/admin``: the live state of the cluster for operators, straight from Redis."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Query
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
-from app.cluster import picture
-from app.cluster.picture import NodeRow, ScoreRow  # noqa: TC001 - FastAPI reads them at run time
+from app.cluster import owners, picture
+from app.cluster.owners import (  # noqa: TC001 - FastAPI reads them at run time
+    LeasePage,
+    ReplicaRow,
+)
+from app.cluster.picture import ScoreRow  # noqa: TC001
+from app.config import Name, masked
+from app.control import nodes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from fastapi import Request, Response
+
     from app.admission.keys import Keys
     from app.cluster.replica import Replica
 
+Limit = Annotated[int, Query(ge=1, le=1000, description="The oldest so many.")]
+OfNode = Annotated[Name | None, Query(description="Only leases on this node.")]
+
+
+class Fault(BaseModel):
+    """What went wrong, in the words of the OpenAI API."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class FaultBody(BaseModel):
+    """Every answer that is an error."""
+
+    error: Fault
+
+
+_FAULTS: dict[int | str, dict[str, Any]] = {
+    401: {"description": "No key, or a wrong one"},
+    403: {"description": "Not an admin's key"},
+    404: {"description": "No such node"},
+    409: {"description": "The node is there already, or is being changed by others"},
+    422: {"description": "A value that cannot be; `param` names it"},
+    503: {"description": "Redis is away; whether a change was made is not known"},
+}
+
 
 def router(replica: Replica, keys: Keys) -> APIRouter:
-    """Read-only views, straight from Redis; behind an admin key when keys are configured."""
+    """Everything under ``/admin``; behind an admin key when keys are configured."""
 
-    async def admin_only(request: Request) -> None:
-        keys.require_admin(dict(request.headers.raw))
+    class Guarded(APIRoute):
+        """Asks for the key before anything else is looked at."""
 
-    routes = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admin_only)])
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            answer = super().get_route_handler()
 
-    @routes.get("/nodes", summary="All nodes with their live profile")
-    async def nodes() -> list[NodeRow]:
-        return [
-            row
-            for pool in replica.pools.values()
-            for row in await picture.nodes(pool.link, pool.scripts.keys, pool.name)
-        ]
+            async def let_in(request: Request) -> Response:
+                keys.require_admin(dict(request.headers.raw))
+                return await answer(request)
+
+            return let_in
+
+    routes = APIRouter(
+        prefix="/admin",
+        tags=["admin"],
+        route_class=Guarded,
+        responses={status: {**fault, "model": FaultBody} for status, fault in _FAULTS.items()},
+    )
+    nodes.mount(routes, replica)
 
     @routes.get("/scores", summary="The ranking of every model, best first")
     async def scores() -> list[ScoreRow]:
@@ -37,5 +84,25 @@ def router(replica: Replica, keys: Keys) -> APIRouter:
             for pool in replica.pools.values()
             for row in await picture.scores(pool.link, pool.scripts.keys, pool.name)
         ]
+
+    @routes.get("/replicas", summary="The replicas that have a heartbeat, and what they carry")
+    async def replicas() -> list[ReplicaRow]:
+        return [
+            row
+            for pool in replica.pools.values()
+            for row in await owners.replicas(pool.link, pool.scripts.keys, pool.name)
+        ]
+
+    @routes.get("/leases", summary="Requests in flight over all replicas, oldest first")
+    async def leases(limit: Limit = 100, node: OfNode = None) -> LeasePage:
+        pages = [
+            await owners.leases(pool.link, pool.scripts.keys, pool.name, limit=limit, node=node)
+            for pool in replica.pools.values()
+        ]
+        return owners.oldest(pages, limit)
+
+    @routes.get("/config", summary="The settings in force on this replica, secrets hidden")
+    async def config() -> dict[str, Any]:
+        return masked(replica.settings)
 
     return routes

@@ -109,6 +109,7 @@ class Reload:
         if waiting := _waiting(old, new):
             log.warning("restart for the changes of %s", ", ".join(waiting))
         self._in_force = old.model_copy(update={"keys": new.keys, "nodes": new.nodes})
+        self._replica.settings = self._in_force
 
 
 def _difference(old: Mapping[str, object], new: Mapping[str, object]) -> str:

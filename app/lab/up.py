@@ -22,7 +22,6 @@ from app.cluster.embedded import EmbeddedValkey, die_with_parent
 from app.errors import LeasewayError
 from app.lab.profiles import PROFILES
 
-REDIS_PORT = 6399
 FLEET = ("a100", "rtx4090", "xeon")
 MODEL = "demo"
 _REPLICAS = 3
@@ -135,8 +134,8 @@ Three replicas on 127.0.0.1:{gateway_port}-{gateway_port + 2} over three unequal
     -d '{{"model": "{MODEL}", "stream": true, "max_tokens": 20,
          "messages": [{{"role": "user", "content": "Hello"}}]}}'
   redis-cli -p {redis_port} ZREVRANGE 'lw:{{default}}:score:{MODEL}' 0 -1 WITHSCORES
+  leaseway top
   leaseway nodes
-  leaseway scores
 
 Ctrl-C ends everything.
 """

@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 
     Run = Callable[..., tuple[int, str, str]]
 
-COMMANDS = {"serve", "up", "nodes", "scores", "check-config", "schema", "bench", "hash-key"}
+COMMANDS = {
+    "serve", "up", "check-config", "schema", "bench", "hash-key", "simulate",
+    "nodes", "scores", "replicas", "leases", "add", "change", "drain", "enable", "disable",
+    "remove", "top",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -330,7 +334,7 @@ def test_an_empty_server_has_no_nodes(run: Run, config: str, valkey: redis.Redis
     assert printed(run("scores", "--json", "-c", config)) == []
 
 
-@pytest.mark.parametrize("command", ["nodes", "scores"])
+@pytest.mark.parametrize("command", ["nodes", "scores", "replicas", "leases", "top"])
 def test_a_server_that_does_not_answer_is_one_line(
     command: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ SOURCES = sorted(APP.rglob("*.py"))
 ROWS = (
     ("cli",),
     ("main",),
-    ("control", "lab"),
+    ("control", "console", "lab"),
     ("gateway",),
     ("admission",),
     ("cluster",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -68,7 +69,7 @@ async def test_a_content_counts_once_when_two_looks_in_a_row_have_found_it(
     story = cast("Any", Story(*contents))
     settings = load(story, content=A.encode())
     watched = Reload(
-        story, settings, port=None, keys=Keys(settings.keys), replica=cast("Any", None)
+        story, settings, port=None, keys=Keys(settings.keys), replica=cast("Any", SimpleNamespace())
     )
     with caplog.at_level(logging.INFO, "leaseway.reload"), pytest.raises(Ended):
         await watched.watch()
