@@ -69,7 +69,7 @@ def snapshot(valkey: redis.Redis) -> Snapshot:
     found = []
     for replica, flat in _pairs(leases):
         for lease_id, record in zip(flat[::2], flat[1::2], strict=True):
-            node, epoch, start_ms, size = record.rstrip("+").split(" ")  # "+": has its sample
+            node, epoch, start_ms, size, *_ = record.rstrip("+").split(" ")  # "+": has its sample
             found.append(Lease(lease_id, replica, node, int(epoch), int(start_ms), int(size)))
     return Snapshot({n: int(v) for n, v in _pairs(counters)}, found, set(listed))
 
@@ -117,12 +117,30 @@ def assert_counters_equal_leases(valkey: redis.Redis) -> None:
     assert {lease.replica for lease in now.leases} <= now.replicas
 
 
+# Terms and load of a node under policy work; nothing under another.
+_ROW = """#!lua
+local text = redis.call('HGET', KEYS[1], ARGV[1])
+if not text then return {} end
+local row = {struct.unpack('<dddd', text)}
+for i = 1, 4 do row[i] = string.format('%.17g', row[i]) end
+return {row[1], row[2], row[3], row[4]}
+"""
+
+
 def assert_scores_equal_records(valkey: redis.Redis, model: str = "m") -> None:
-    """Each live score is the one that the node's own record and counter give (policy ttft)."""
+    """Each live score is the one that the node's own record, row and counter give (policies work
+    and ttft, with their defaults)."""
     for node, score in scores(valkey, model).items():
         fields, n = record(valkey, node), load(valkey, node)
-        base = float(fields["base"]) if n < int(fields["capacity"]) else 0.0
-        assert math.isclose(score, base / (n + 1), rel_tol=1e-9), (node, score, n, fields)
+        usable = n < int(fields["capacity"]) and float(fields["base"])
+        row = [float(value) for value in valkey.eval(_ROW, 1, KEYS.work, node)]
+        if row:
+            cost, per_prompt, per_output, inflight = row
+            assert inflight == n, (node, row, n)
+            right = 1000 / (cost + 512 * per_prompt + 100 * per_output) if usable else 0.0
+        else:
+            right = usable / (n + 1)
+        assert math.isclose(score, right, rel_tol=1e-9), (node, score, n, fields, row)
 
 
 class Sampler:
