@@ -112,7 +112,7 @@ class LeaseSettings(_Section):
 class Scoring(_Section):
     """Policy and constants of the score (README, "The score")."""
 
-    policy: Policy = "ttft"
+    policy: Policy = "work"
     alpha: Annotated[float, Field(ge=0, le=1)] = 1.0
     ttft_baseline_ms: Positive = 50
     window: Annotated[int, Field(ge=1, le=1000)] = 50

@@ -22,7 +22,7 @@ from app.admission.keys import hash_key
 from app.cluster.embedded import free_port
 from app.cluster.link import Link
 from app.cluster.scripts import Scripts, constants
-from app.config import KeySettings, Settings
+from app.config import KeySettings, Scoring, Settings
 from app.model import Grant, Node
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ async def registered(valkey: redis.Redis, valkey_server: ValkeyServer) -> None:
                 link,
                 namespace="lw",
                 pool=pool,
-                constants=constants(Settings()),
+                constants=constants(Settings(scoring=Scoring(policy="ttft"))),
             )
             for node in (A, B, C):
                 if node.pool == pool:
