@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Of four equal nodes one gets 50 of 200; more than 80 by chance: 3 in 10 million runs.
 REQUESTS, AT_MOST = 200, 80
 # Samples below the floor count alike, so that the nodes stay equal on a busy machine.
-EQUAL = {"ttft_floor_ms": 200}
+EQUAL = {"policy": "ttft", "ttft_floor_ms": 200}
 
 
 def test_a_counter_deleted_under_running_requests_does_not_make_its_node_win(

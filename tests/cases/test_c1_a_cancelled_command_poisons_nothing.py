@@ -53,14 +53,21 @@ def _assert_documented(valkey: redis.Redis) -> int:
         "score": ("zset", lambda v: all(n in {"b1", "b2"} and s >= 0 for n, s in v)),
         "due": ("zset", lambda v: not v),
         "leases": ("hash", lambda v: all(
-            re.fullmatch(r"b[12] \d+ \d+ \d+\+?", one) for one in v.values())),
+            re.fullmatch(r"b[12] \d+ \d+ \d+ \d+ \d+ \d+\+?", one) for one in v.values())),
+        "work": ("hash", lambda v: v.keys() <= {"b1", "b2"}),
+        "weights": ("zset", lambda v: {n for n, _ in v} <= {"b1", "b2"}),
+        "files": ("hash", lambda v: v.keys() == {"b1", "b2"}),
         "replicas": ("zset", lambda v: all(n == "gw1" and s > 1e12 for n, s in v)),
         "probes": ("zset", lambda v: {n for n, _ in v} <= {"b1", "b2"}),
         "sweeps": ("zset", lambda v: {n for n, _ in v} <= {"b1", "b2"}),
     }  # fmt: skip
     read: dict[str, Any] = {
         "set": valkey.smembers,
-        "hash": valkey.hgetall,
+        "hash": lambda key: (
+            dict.fromkeys(valkey.hkeys(key))
+            if key == state.KEYS.work  # packed numbers
+            else valkey.hgetall(key)
+        ),
         "string": valkey.get,
         "list": lambda key: valkey.lrange(key, 0, -1),
         "zset": lambda key: valkey.zrange(key, 0, -1, withscores=True),

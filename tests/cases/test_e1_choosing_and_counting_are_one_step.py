@@ -23,7 +23,7 @@ AT_ONCE = 80
 ONE_BY_ONE = 400
 # The case's premise is that all nodes have the same TTFT. Floor and prior above every time that
 # can be measured here give exactly that, whatever else this machine is doing.
-TTFT_EQUAL = {"ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000}
+TTFT_EQUAL = {"policy": "ttft", "ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000}
 
 
 def test_eighty_requests_at_one_instant_are_spread_evenly_over_four_equal_nodes(

@@ -30,7 +30,7 @@ LIMITED = (
 )
 OVERLOADED = b'{"error":{"message":"the engine is overloaded"}}'
 # Equal nodes, whatever is measured: each new request is as likely to go to either.
-EQUAL = {"ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000}
+EQUAL = {"policy": "ttft", "ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000}
 
 
 def _limited(retry_after: bytes | None, status: int = 429, body: bytes = LIMITED) -> Script:

@@ -44,7 +44,11 @@ class Bench:
         settings: dict[str, Any] = small_settings(
             self.nodes,
             circuit={"failure_threshold": 1000},  # failures are only a means here
-            scoring={"ttft_floor_ms": 10_000, "ttft_prior_ms": 10_000},  # every node has its turn
+            scoring={
+                "policy": "ttft",
+                "ttft_floor_ms": 10_000,
+                "ttft_prior_ms": 10_000,
+            },  # every node has its turn
         )
         for i, node in enumerate(settings["nodes"], 1):
             node["models"] = [f"m{i}", "m"]
