@@ -8,7 +8,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from app.control import admin, health, models
+from app.cluster.link import NotSent
+from app.cluster.operator import Contended, NodeExists
+from app.cluster.registry import UnknownNode
+from app.control import admin, dashboard, health, models
 from app.errors import ApiError, RedisAway
 from app.gateway.shape import error_body
 
@@ -32,8 +35,11 @@ def control_plane(
     app.include_router(health.router(replica, metrics))
     app.include_router(models.router(replica, keys, settings.aliases))
     app.include_router(admin.router(replica, keys))
+    app.include_router(dashboard.router(replica, keys))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RedisAway, _redis_away)
+    for known in (UnknownNode, NodeExists, Contended):
+        app.add_exception_handler(known, _not_so)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     return app
@@ -48,11 +54,27 @@ async def _api_error(_: Request, exc: Exception) -> Response:
     return _shaped(exc, {name.decode(): value.decode() for name, value in exc.headers})
 
 
-async def _redis_away(_: Request, exc: Exception) -> Response:
-    return _shaped(
-        ApiError(503, f"Redis is away: {exc}", kind="server_error", code="state_unavailable"),
-        {"retry-after": "1"},
-    )
+async def _redis_away(request: Request, exc: Exception) -> Response:
+    message = f"Redis is away: {exc}"
+    if request.method != "GET" and not isinstance(exc, NotSent):
+        message += "; the change may have been made: look before you repeat it"
+    error = ApiError(503, message, kind="server_error", code="state_unavailable")
+    return _shaped(error, {"retry-after": "1"})
+
+
+async def _not_so(_: Request, exc: Exception) -> Response:
+    """What was asked does not fit what there is."""
+    node_id = str(exc)
+    if isinstance(exc, UnknownNode):
+        status, message, code = 404, f"There is no node {node_id!r}.", "node_not_found"
+    elif isinstance(exc, NodeExists):
+        status, code = 409, "node_exists"
+        message = f"There is a node {node_id!r} already; PATCH changes it."
+    else:
+        status, code = 409, "contended"
+        message = f"Others change the node {node_id!r} just now; repeat."
+    error = ApiError(status, message, kind="invalid_request_error", param="id", code=code)
+    return _shaped(error)
 
 
 async def _http_error(request: Request, exc: Exception) -> Response:
@@ -70,12 +92,18 @@ async def _http_error(request: Request, exc: Exception) -> Response:
 
 async def _invalid(_: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestValidationError)  # noqa: S101 - registered for this type only
-    first = exc.errors()[0]
-    field = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
+    # An error of a list that could also be 'discovered' comes with one that says so.
+    errors = [e for e in exc.errors() if "literal['discovered']" not in e["loc"]] or exc.errors()
+    first = errors[0]
+    found = [str(part) for part in first["loc"][1:] if "[" not in str(part)]  # "list[…]": no field
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        found, what = [], f"not valid JSON: {first['ctx']['error']}"
+    field = ".".join(found) or None
     return _shaped(
         ApiError(
             422,
-            f"{field}: {first['msg']}",
+            f"{field or first['loc'][0]}: {what}",
             kind="invalid_request_error",
             param=field,
             code="invalid_value",

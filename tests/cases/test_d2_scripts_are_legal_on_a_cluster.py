@@ -117,13 +117,19 @@ def test_every_key_of_every_script_call_of_fifty_requests_is_in_one_slot(
         admin.delete(state.KEYS.edits, state.KEYS.changes)  # restore
         wait_until(lambda: admin.exists(state.KEYS.edits), within_s=5, what="edits are put back")
         key = {"name": "k", "hash": hash_key("sk-k"), "rpm": 5, "tpm": 1000}
-        limited = small_settings(nodes, capacity=64, scoring={"policy": "work"}) | {"keys": [key]}
+        limited = small_settings(nodes, capacity=64, health={"signals": True}) | {"keys": [key]}
         for node in nodes:
             node.script = whole
-        with Gateway(limited, valkey_server.url) as gw3:  # admit, settle, look
+            node.metrics_page = b"vllm:num_requests_waiting 3\nvllm:num_requests_running 8\n"
+        with Gateway(limited, valkey_server.url) as gw3:  # admit, settle, look, signal
             head, _, body = chat().partition(b"\r\n\r\n")
             with_key = head + b"\r\nauthorization: Bearer sk-k\r\n\r\n" + body
             assert ask(gw3.port, with_key).status == 200
+            wait_until(
+                lambda: admin.hget(state.KEYS.node("b1"), "engine_waiting") == "3",
+                within_s=5,
+                what="what the engine says is kept",
+            )
         gateway(nodes[:2], replica_id="gw2", capacity=64)  # b3 is no longer configured
         assert admin.smembers(state.KEYS.nodes) == {"b1", "b2"}
 

@@ -135,7 +135,8 @@ class RawNode:
     ``connected`` how many are up now, ``left`` the requests that were open when the gateway
     closed their connection, with the time, ``closes`` these times. ``GET /v1/models`` and
     ``GET /health`` are answered well and kept out of ``requests`` and ``open``; ``probes``
-    counts them. With ``probes_fail`` they are answered with 500.
+    counts them. With ``probes_fail`` they are answered with 500. ``GET /metrics`` gets
+    ``metrics_page``, when there is one.
     """
 
     def __init__(self, script: Script | None = None, *, models: tuple[str, ...] = ("m",)) -> None:
@@ -150,6 +151,7 @@ class RawNode:
         self.connected = 0
         self.probes = 0
         self.probes_fail = False
+        self.metrics_page = b""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="raw node", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -255,6 +257,11 @@ class RawNode:
         return Request(method, target, headers, body, peer.number, monotonic())
 
     async def _answer(self, request: Request, peer: Peer) -> None:
+        if request.method == "GET" and request.target == "/metrics" and self.metrics_page:
+            page = self.metrics_page
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n\r\n"
+            await peer.write(head % len(page) + page)
+            return
         if request.method == "GET" and request.target.endswith(("/v1/models", "/health")):
             self.probes += 1
             data = [{"id": model, "object": "model"} for model in self.models]
