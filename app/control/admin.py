@@ -16,6 +16,7 @@ from app.cluster.owners import (  # noqa: TC001 - FastAPI reads them at run time
 from app.cluster.picture import ScoreRow  # noqa: TC001
 from app.config import Name, masked
 from app.control import nodes
+from app.errors import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -46,12 +47,20 @@ class FaultBody(BaseModel):
 
 _FAULTS: dict[int | str, dict[str, Any]] = {
     401: {"description": "No key, or a wrong one"},
-    403: {"description": "Not an admin's key"},
+    403: {"description": "Not an admin's key, or a page of another site"},
     404: {"description": "No such node"},
     409: {"description": "The node is there already, or is being changed by others"},
     422: {"description": "A value that cannot be; `param` names it"},
     503: {"description": "Redis is away; whether a change was made is not known"},
 }
+
+
+_CROSS_SITE = ApiError(
+    403,
+    "Pages of other sites may not use the admin API.",
+    kind="invalid_request_error",
+    code="cross_site",
+)
 
 
 def router(replica: Replica, keys: Keys) -> APIRouter:
@@ -65,6 +74,9 @@ def router(replica: Replica, keys: Keys) -> APIRouter:
 
             async def let_in(request: Request) -> Response:
                 keys.require_admin(dict(request.headers.raw))
+                # Without keys the browser of whoever can reach this port would do for any page.
+                if request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
+                    raise _CROSS_SITE
                 return await answer(request)
 
             return let_in

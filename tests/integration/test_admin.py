@@ -428,6 +428,17 @@ def test_every_call_wants_an_admins_key_before_it_looks_at_anything(
     assert [what_is_set(fleet, n) for n in "12"] == before
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_page_of_another_site_changes_nothing_through_the_browser_of_an_admin(
+    http: httpx.Client, site: str
+) -> None:
+    refused = http.post("/admin/nodes/b1/drain", headers={"sec-fetch-site": site})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "cross_site")
+    assert http.get("/admin/nodes/b1").json()["state"] == "active"
+    own = http.post("/admin/nodes/b1/enable", headers={"sec-fetch-site": "same-origin"})
+    assert own.status_code == 200
+
+
 def test_the_document_has_every_call_with_its_refusals(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     for path, methods in document["paths"].items():
