@@ -60,7 +60,9 @@ class Seen:
         return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(
+    scope="module"
+)  # its loop runs in this thread: it must end before other tests begin
 def browser() -> Iterator[Browser]:
     """The Chromium of the system; tests skip without one."""
     found = shutil.which("chromium") or shutil.which("google-chrome")
