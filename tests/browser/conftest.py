@@ -60,9 +60,8 @@ class Seen:
         return path
 
 
-@pytest.fixture(
-    scope="module"
-)  # its loop runs in this thread: it must end before other tests begin
+# Of a module, not of the session: its loop runs in this thread, and other tests have loops too.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """The Chromium of the system; tests skip without one."""
     found = shutil.which("chromium") or shutil.which("google-chrome")
