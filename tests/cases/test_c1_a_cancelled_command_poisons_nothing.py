@@ -103,6 +103,7 @@ def test_three_hundred_aborts_over_a_slow_redis_leave_every_answer_with_its_aske
     gw = gateway(
         list(nodes.values()), redis_url=relay.url, replica_id="gw1", capacity=64,
         redis={"call_timeout_ms": 2000},
+        scoring={"policy": "ttft"},  # decides by what the sorted set shows
     )  # fmt: skip
     relay.delay_replies_s = 0.05
     draw = random.Random(3)
