@@ -7,10 +7,12 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import statistics
 import subprocess
 import sys
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -258,8 +260,12 @@ def test_top_runs_in_a_terminal_until_it_is_interrupted_and_outlives_an_outage(
 
         def until(words: bytes) -> None:
             nonlocal seen
+            deadline = monotonic() + 30
             while words not in seen:
+                ready, _, _ = select.select([ours], [], [], max(0, deadline - monotonic()))
+                assert ready, f"waited for {words!r}, saw {seen[-3000:]!r}"
                 seen += os.read(ours, 65536)
+                assert monotonic() < deadline, f"waited for {words!r}, saw {seen[-3000:]!r}"
             seen = b""
 
         try:
