@@ -41,22 +41,42 @@ class ValkeyServer:
     """A Valkey server on a free loopback port; ``kill`` and ``start`` restart it empty."""
 
     def __init__(self, *args: str) -> None:
+        self._args = args
+        self._started = False
+        self.process: subprocess.Popen[bytes] | None = None
+        self._move()
+
+    def _move(self) -> None:
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._args = args
-        self.process: subprocess.Popen[bytes] | None = None
+        self._bus = (
+            ("--cluster-port", str(free_port())) if "--cluster-enabled" in self._args else ()
+        )
 
     def start(self) -> Self:
         """Start and wait until it answers."""
+        for _ in range(4):
+            self._launch()
+            wait_until(lambda: self._answers() or self._ended(), what="valkey is up")
+            if not self._ended():
+                self._started = True
+                return self
+            assert not self._started, f"valkey has lost its port {self.port}"
+            self.kill()
+            self._move()  # somebody has taken the port meanwhile
+        raise AssertionError("valkey does not start")
+
+    def _ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def _launch(self) -> None:
         self.process = subprocess.Popen(
             [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1",
-             "--save", "", "--appendonly", "no", *self._args],
+             "--save", "", "--appendonly", "no", *self._bus, *self._args],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl call
         )  # fmt: skip
-        wait_until(self._answers, what="valkey is up")
-        return self
 
     def _answers(self) -> bool:
         with contextlib.suppress(redis.ConnectionError), redis.Redis(port=self.port) as client:

@@ -79,9 +79,11 @@ class Bench:
         )
         return sum(float(told[name]) for name in names)
 
-    async def memory(self) -> float:
-        """Bytes that the data takes."""
-        return await self._info("memory", "used_memory")
+    async def bytes_of(self, pattern: str) -> float:
+        """Memory of the keys that match, as the server counts it."""
+        keys = await self._link.call("KEYS", KEYS.prefix + pattern)
+        sizes = [self._link.call("MEMORY", "USAGE", key, "SAMPLES", 0) for key in keys]
+        return float(sum(await asyncio.gather(*sizes)))
 
     async def _cpu_us(self) -> float:
         names = ("used_cpu_user_main_thread", "used_cpu_sys_main_thread")
@@ -152,28 +154,24 @@ async def ready(policy: Policy, *, follows: bool = False) -> AsyncIterator[Bench
 
 async def entry_bytes() -> float:
     """Memory of one block of a prompt, in the index and in the cache of its node."""
-    sizes = []
-    for follows in (False, True):
-        async with ready("work", follows=follows) as bench:
-            await bench.fill(10)
-            empty = await bench.memory()
-            for _ in range(8):
-                leases = bench.mint()
-                await bench.run("acquire", leases)
-                await bench.run("release", leases)
-            sizes.append(await bench.memory() - empty)
-    return (sizes[1] - sizes[0]) / (8 * BLOCK * CHAIN)
+    async with ready("work", follows=True) as bench:
+        await bench.fill(10)
+        for _ in range(8):
+            leases = bench.mint()
+            await bench.run("acquire", leases)
+            await bench.run("release", leases)
+        blocks = await bench.bytes_of("prefix") + await bench.bytes_of("cached:*")
+        return blocks / (8 * BLOCK * CHAIN)
 
 
 async def measure(policy: Policy, nodes: int, rounds: int) -> Cost:
     """Medians over ``rounds`` rounds, on a server of its own."""
     async with ready(policy) as bench:
-        empty = await bench.memory()
         await bench.fill(nodes)
-        filled = await bench.memory()
+        filled = await bench.bytes_of("*")
         blocks = [await bench.block() for _ in range(rounds)]
-        held = await bench.memory()
         await bench.run("acquire", bench.mint())
+        held = await bench.bytes_of("leases:*")
         us = {verb: median(block[verb] for block in blocks) for verb in TIMED}
         return Cost(
             policy,
@@ -183,8 +181,8 @@ async def measure(policy: Policy, nodes: int, rounds: int) -> Cost:
             first_token_us=round(us["first_token"], 2),
             release_us=round(us["release"], 2),
             ratio=round(median((b["acquire"] + b["release"]) / b["no_op"] for b in blocks), 1),
-            node_bytes=round((filled - empty) / nodes),
-            lease_bytes=round((await bench.memory() - held) / BLOCK),
+            node_bytes=round(filled / nodes),
+            lease_bytes=round(held / BLOCK),
         )
 
 
