@@ -254,6 +254,8 @@ def test_top_runs_in_a_terminal_until_it_is_interrupted_and_outlives_an_outage(
             [sys.executable, "-W", "error", "-m", "app.cli", "top", "--interval", "0.1"],
             env={**os.environ, "REDIS_URL": fleet.valkey.url, "COLUMNS": "150", "LINES": "20"},
             stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True,
+            # A shell's background jobs ignore it, and their children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )  # fmt: skip
         os.close(theirs)
         seen = b""
