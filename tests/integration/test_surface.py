@@ -341,7 +341,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_in_the_shape_of_its_route(
 
 def test_the_control_plane_takes_small_bodies_only(bench: Bench) -> None:
     for size, status in ((1024 * 1024, 405), (1024 * 1024 + 1, 413)):
-        client = ask(bench.gw.port, request("/admin/nodes", b"x" * size))
+        client = ask(bench.gw.port, request("/admin/scores", b"x" * size))
         assert client.status == status, client.body
 
 
