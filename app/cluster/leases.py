@@ -116,15 +116,7 @@ class Leases:
     async def _acquire(self, ask: Ask) -> tuple[Grant, Node]:
         lease_id = self._mint()
         try:
-            answer = await self._scripts.acquire(
-                lease_id,
-                ask.model,
-                replica=self._replica,
-                ttl_ms=self._ttl_ms,
-                size=ask.prompt_tokens,
-                output=ask.output_tokens,
-                blocks=ask.blocks,
-            )
+            answer = await self._asked(lease_id, ask, ())
             return await self._granted(lease_id, ask, answer, ())
         except BaseException as exc:
             if isinstance(exc, NotSent):
@@ -134,6 +126,18 @@ class Leases:
             if isinstance(exc, RedisAway):
                 return self._grant_alone(ask, ())
             raise
+
+    async def _asked(self, lease_id: str, ask: Ask, tried: Sequence[str]) -> Grant | Refusal:
+        return await self._scripts.acquire(
+            lease_id,
+            ask.model,
+            replica=self._replica,
+            ttl_ms=self._ttl_ms,
+            size=ask.prompt_tokens,
+            output=ask.output_tokens,
+            blocks=ask.blocks,
+            tried=tried,
+        )
 
     async def _move(
         self, ask: Ask, old: str, failure: AttemptFailed, tried: list[str]
@@ -207,16 +211,7 @@ class Leases:
                 return Refusal("down", 1000)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, 0.2)
-            answer = await self._scripts.acquire(
-                lease_id,
-                ask.model,
-                replica=self._replica,
-                ttl_ms=self._ttl_ms,
-                size=ask.prompt_tokens,
-                output=ask.output_tokens,
-                blocks=ask.blocks,
-                tried=tried,
-            )
+            answer = await self._asked(lease_id, ask, tried)
         return answer
 
     def _grant_alone(self, ask: Ask, tried: Sequence[str]) -> tuple[Grant, Node]:

@@ -71,7 +71,7 @@ class DataPlane:
         self._max_attempts = settings.retries.max_attempts
         self._cors = Cors(settings.server.cors_origins)
         self._sizes = Sizes()
-        self._followed = Followed(settings)
+        self._followed = Followed(settings, self._sizes)
         self._relay = Relay(metrics, settings.timeouts.stall_s)
         self.bounds = Bounds(
             int(settings.server.body_limit_mib * 1024 * 1024),
@@ -240,9 +240,7 @@ class DataPlane:
             name = _name(key)
             ask.output_tokens = sizes.output_tokens(model, name, call.max_output_tokens)
             fields, call.fields = call.fields, None
-            ask.blocks = self._followed.blocks(
-                pool, model, fields, name, sizes.bytes_per_token(model)
-            )
+            ask.blocks = self._followed.blocks(pool, model, fields, name)
         return ask
 
     def _learn(self, call: Call, key: KeySettings | None, answer: Answer) -> None:

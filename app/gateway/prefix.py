@@ -22,6 +22,7 @@ from app.gateway.estimate import BYTES_PER_TOKEN, MEDIA_TOKENS
 
 if TYPE_CHECKING:
     from app.config import Settings
+    from app.gateway.estimate import Sizes
 
 MOST_BLOCKS: Final = 64
 _LEAST_BYTES: Final = 512
@@ -94,20 +95,21 @@ class Prefixes:
 class Followed:
     """The pools that follow prefixes, and what their requests bring to the scripts."""
 
-    __slots__ = ("_by_key", "_pools", "_prefixes")
+    __slots__ = ("_by_key", "_pools", "_prefixes", "_sizes")
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, sizes: Sizes) -> None:
+        self._sizes = sizes
         follows = settings.scoring.policy == "work"
         self._pools = frozenset(settings.prefix.pools if follows else ())
         self._by_key = settings.prefix.by_key
         self._prefixes = Prefixes(settings.prefix.salt)
 
-    def blocks(self, pool: str, model: str, body: Any, key: str, bytes_per_token: float) -> str:
+    def blocks(self, pool: str, model: str, body: Any, key: str) -> str:
         """``hash tokens hash tokens …``; empty in a pool that does not follow them."""
         if pool not in self._pools:
             return ""
         owner = key if self._by_key else ""
-        found = self._prefixes.blocks(model, body, owner, bytes_per_token)
+        found = self._prefixes.blocks(model, body, owner, self._sizes.bytes_per_token(model))
         return " ".join([f"{block.hash} {block.tokens}" for block in found])
 
 

@@ -217,7 +217,6 @@ def test_a_request_waits_for_the_first_probe_when_no_other_node_is_there(
             for node in ("b1", "b2"):
                 _made_new(valkey, node)
             wait_until(lambda: _routable(valkey), within_s=3 * INTERVAL_S, what="both proved well")
-            time.sleep(0.13)
     print(asked.figures())
     assert not asked.bad, asked.bad[:3]
     assert not any(one.degraded for one in asked.asked), "Redis was there all the time"

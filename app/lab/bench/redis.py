@@ -81,7 +81,7 @@ class Bench:
 
     async def bytes_of(self, pattern: str) -> float:
         """Memory of the keys that match, as the server counts it."""
-        keys = await self._link.call("KEYS", KEYS.prefix + pattern)
+        keys = await self._link.call("KEYS", pattern)
         sizes = [self._link.call("MEMORY", "USAGE", key, "SAMPLES", 0) for key in keys]
         return float(sum(await asyncio.gather(*sizes)))
 
@@ -160,7 +160,7 @@ async def entry_bytes() -> float:
             leases = bench.mint()
             await bench.run("acquire", leases)
             await bench.run("release", leases)
-        blocks = await bench.bytes_of("prefix") + await bench.bytes_of("cached:*")
+        blocks = await bench.bytes_of(KEYS.blocks) + await bench.bytes_of(KEYS.cached("*"))
         return blocks / (8 * BLOCK * CHAIN)
 
 
@@ -168,10 +168,10 @@ async def measure(policy: Policy, nodes: int, rounds: int) -> Cost:
     """Medians over ``rounds`` rounds, on a server of its own."""
     async with ready(policy) as bench:
         await bench.fill(nodes)
-        filled = await bench.bytes_of("*")
+        filled = await bench.bytes_of(KEYS.prefix + "*")
         blocks = [await bench.block() for _ in range(rounds)]
         await bench.run("acquire", bench.mint())
-        held = await bench.bytes_of("leases:*")
+        held = await bench.bytes_of(KEYS.leases(REPLICA))
         us = {verb: median(block[verb] for block in blocks) for verb in TIMED}
         return Cost(
             policy,
